@@ -1,0 +1,1 @@
+"""Reading Hugging Face model directories and the headers of safetensors files."""

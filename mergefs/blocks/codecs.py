@@ -1,0 +1,222 @@
+"""Encodings: how a block's bytes lie in a pack. See spec/format.md.
+
+Each encoding is a numcodecs codec, or a chain of them, so that a payload can be decoded by naming its codec.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numcodecs
+import numcodecs.zstd as zstd
+import numpy as np
+from numcodecs.abc import Codec
+from numcodecs.compat import ensure_contiguous_ndarray
+from numpy.typing import NDArray
+
+from mergefs.blocks.floats import unsigned
+from mergefs.dtypes import BY_CODE, DTYPES, DType
+from mergefs.errors import CorruptionError
+from mergefs.hashing import Buffer
+
+ZSTD_LEVEL = 1
+WORTH_IT = 0.95
+"""A smaller encoding is used when it is at most this share of the raw size."""
+
+
+class Encoding(enum.IntEnum):
+    """How a payload is to be read. The numbers are part of the format."""
+
+    RAW = 0
+    ZSTD = 1
+    SHUFFLE_ZSTD = 2
+    ULP_ZSTD = 3
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether another block's bytes are needed to decode it."""
+        return self is Encoding.ULP_ZSTD
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A block's payload and how to read it."""
+
+    encoding: Encoding
+    payload: bytes
+
+
+def encode(raw: Buffer, dtype: DType, base: Buffer | None = None) -> Encoded:
+    """Encode a block's bytes in the smallest way that pays.
+
+    Args:
+        raw: the block's bytes.
+        dtype: its element type; U8 for a blob.
+        base: the bytes of a block of the same length and dtype to take the difference from, or None.
+    """
+    limit = int(len(raw) * WORTH_IT)
+    if base is not None:
+        delta = _ulp_encode(raw, base, dtype)
+        if len(delta) <= min(limit, len(raw) * 6 // 10):
+            return Encoded(Encoding.ULP_ZSTD, delta)
+        alone = encode(raw, dtype)
+        if len(delta) <= limit and len(delta) < len(alone.payload):
+            return Encoded(Encoding.ULP_ZSTD, delta)
+        return alone
+    if dtype.itemsize == 1:
+        payload, encoding = zstd.compress(raw, ZSTD_LEVEL), Encoding.ZSTD
+    else:
+        payload, encoding = zstd.compress(_shuffle(raw, dtype.itemsize), ZSTD_LEVEL), Encoding.SHUFFLE_ZSTD
+    if len(payload) <= limit:
+        return Encoded(encoding, payload)
+    return Encoded(Encoding.RAW, bytes(raw))
+
+
+def decode(
+    encoding: int, payload: Buffer, raw_length: int, dtype_code: int, base: Buffer | None = None
+) -> Buffer:
+    """Return the `raw_length` bytes of a block.
+
+    Raises:
+        CorruptionError: when the payload does not decode to exactly that many bytes.
+    """
+    try:
+        kind = Encoding(encoding)
+        dtype = BY_CODE[dtype_code]
+        if kind is Encoding.RAW:
+            raw: Buffer = payload
+        elif kind is Encoding.ZSTD:
+            raw = _decompress(payload, raw_length).data
+        elif kind is Encoding.SHUFFLE_ZSTD:
+            raw = _unshuffle(_decompress(payload, raw_length), dtype.itemsize)
+        else:
+            if base is None or len(base) != raw_length:
+                raise ValueError("its base block is missing or of another length")
+            raw = _ulp_decode(_decompress(payload, raw_length), base, dtype)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise CorruptionError(f"a block's payload does not decode: {error}") from error
+    if len(raw) != raw_length:
+        raise CorruptionError(f"a block's payload decodes to {len(raw)} bytes instead of {raw_length}")
+    return raw
+
+
+def chain(encoding: int, dtype_code: int, base: Buffer | None = None) -> list[Codec]:
+    """Return the numcodecs codecs of an encoding in the order of encoding; decode from the last to the first.
+
+    Args:
+        encoding: the number in the pack's record.
+        dtype_code: the dtype's number in the pack's record.
+        base: the base block's bytes, needed by `mergefs_ulp`.
+    """
+    kind, dtype = Encoding(encoding), BY_CODE[dtype_code]
+    if kind is Encoding.RAW:
+        return []
+    compressor = numcodecs.Zstd(level=ZSTD_LEVEL)
+    if kind is Encoding.ZSTD:
+        return [compressor]
+    if kind is Encoding.SHUFFLE_ZSTD:
+        return [numcodecs.Shuffle(elementsize=dtype.itemsize), compressor]
+    return [UlpDelta(dtype.name, base), compressor]
+
+
+class UlpDelta(Codec):  # type: ignore[misc]
+    """The exact difference of a block from its base block in units in the last place, as byte planes.
+
+    Args:
+        dtype: the safetensors name of the element type.
+        base: the base block's bytes (not part of the codec's configuration: give it before use).
+    """
+
+    codec_id = "mergefs_ulp"
+
+    def __init__(self, dtype: str, base: Buffer | None = None) -> None:
+        self.dtype = dtype
+        self.base = base
+
+    def encode(self, buf: Any) -> NDArray[np.uint8]:
+        """Return uint8[n * itemsize]: the byte planes of the zigzag differences, lowest first."""
+        return _difference(_bytes(buf), self._base(), DTYPES[self.dtype])
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        """Return the block's bytes from its planes."""
+        raw = _ulp_decode(np.frombuffer(_bytes(buf), np.uint8), self._base(), DTYPES[self.dtype])
+        return numcodecs.compat.ndarray_copy(np.frombuffer(raw, np.uint8), out)
+
+    def get_config(self) -> dict[str, Any]:
+        """The configuration without the base's bytes."""
+        return {"id": self.codec_id, "dtype": self.dtype}
+
+    def _base(self) -> Buffer:
+        if self.base is None:
+            raise ValueError("mergefs_ulp needs the base block's bytes")
+        return self.base
+
+
+def _bytes(buf: Any) -> memoryview:
+    return memoryview(ensure_contiguous_ndarray(buf).view(np.uint8))
+
+
+def _decompress(payload: Buffer, raw_length: int) -> NDArray[np.uint8]:
+    out = np.empty(raw_length, np.uint8)
+    if raw_length:
+        written = zstd.decompress(payload, out)
+        if len(written) != raw_length:
+            raise ValueError(f"zstd gave {len(written)} bytes instead of {raw_length}")
+    return out
+
+
+def _shuffle(raw: Buffer, width: int) -> NDArray[np.uint8]:
+    from mergefs.blocks import kernels
+
+    source = np.frombuffer(raw, np.uint8)
+    out = np.empty(source.size, np.uint8)
+    if width == 2:
+        kernels.shuffle2(source, out)
+    else:
+        kernels.shuffle(source, width, out)
+    return out
+
+
+def _unshuffle(planes: NDArray[np.uint8], width: int) -> memoryview:
+    from mergefs.blocks import kernels
+
+    out = np.empty(planes.size, np.uint8)
+    if width == 2:
+        kernels.unshuffle2(planes, out)
+    else:
+        kernels.unshuffle(planes, width, out)
+    return out.data
+
+
+def _difference(raw: Buffer, base: Buffer, dtype: DType) -> NDArray[np.uint8]:
+    from mergefs.blocks import kernels
+
+    width = dtype.itemsize
+    expert_bits, base_bits = unsigned(raw, width), unsigned(base, width)
+    if expert_bits.size != base_bits.size:
+        raise ValueError("a block and its base differ in length")
+    planes = np.empty(expert_bits.size * width, np.uint8)
+    if width == 2:
+        kernels.difference16(expert_bits, base_bits, dtype.is_float, planes)
+    else:
+        kernels.difference64(expert_bits, base_bits, 8 * width, dtype.is_float, planes)
+    return planes
+
+
+def _ulp_encode(raw: Buffer, base: Buffer, dtype: DType) -> bytes:
+    return bytes(zstd.compress(_difference(raw, base, dtype), ZSTD_LEVEL))
+
+
+def _ulp_decode(planes: NDArray[np.uint8], base: Buffer, dtype: DType) -> memoryview:
+    from mergefs.blocks import kernels
+
+    width = dtype.itemsize
+    base_bits = unsigned(base, width)
+    out = np.empty(base_bits.size, base_bits.dtype)
+    if width == 2:
+        kernels.restore16(planes, base_bits, dtype.is_float, out)
+    else:
+        kernels.restore64(planes, base_bits, 8 * width, dtype.is_float, out)
+    return memoryview(out.view(np.uint8))

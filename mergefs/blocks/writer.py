@@ -1,0 +1,152 @@
+"""Storing blocks: each once, in packs that become known to the catalog as soon as they are durable."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from mergefs.backend import Backend
+from mergefs.blocks.codecs import Encoded
+from mergefs.blocks.pack import NO_BASE, PackWriter
+from mergefs.blocks.reader import pack_name
+from mergefs.catalog.environment import Transaction
+from mergefs.catalog.leases import Lease
+from mergefs.catalog.tables import Catalog, put_pack
+from mergefs.errors import MergefsError
+
+PACK_BYTES = 128 << 20
+"""A pack is closed when it has reached this size."""
+
+_CLAIM_BATCH = 256
+
+
+class BlocksCollectedError(MergefsError):
+    """Blocks that were going to be reused have been collected in the meantime: start again."""
+
+
+class BlockWriter:
+    """Adds blocks to a repository under a lease. `known` may be called from any thread, the rest from one.
+
+    Args:
+        catalog, backend: of the repository.
+        temporary: the folder for packs that are being written.
+        lease: protects what has been stored and is not referenced yet.
+        sync: whether packs are flushed to the disk.
+    """
+
+    def __init__(
+        self, catalog: Catalog, backend: Backend, temporary: Path, lease: Lease, *, sync: bool = True
+    ) -> None:
+        self._catalog = catalog
+        self._backend = backend
+        self._temporary = temporary
+        self._lease = lease
+        self._sync = sync
+        self._pack: PackWriter | None = None
+        self._packs = 0
+        self._new: set[bytes] = set()
+        self._reused: set[bytes] = set()
+        self._unclaimed: list[bytes] = []
+        self._lock = threading.Lock()
+        self.stored_bytes = 0
+        """Bytes of the packs closed so far."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pack is not None:
+            self._pack.__exit__(kind, error, trace)
+
+    @property
+    def new_blocks(self) -> int:
+        """Blocks that were not in the repository before."""
+        return len(self._new)
+
+    @property
+    def reused_blocks(self) -> int:
+        """Different blocks that were there already."""
+        return len(self._reused)
+
+    def known(self, block: bytes) -> bool:
+        """Tell whether a block is stored, or was added here."""
+        with self._lock:
+            if block in self._new or block in self._reused:
+                return True
+        return self._catalog.locate(block) is not None
+
+    def add(
+        self, block: bytes, encoded: Encoded, *, raw_length: int, dtype: int, base: bytes = NO_BASE
+    ) -> None:
+        """Store a block, unless it was added here already."""
+        with self._lock:
+            if block in self._new:
+                return
+            self._new.add(block)
+        if self._pack is None:
+            name = f"{self._lease.id}-{self._packs}"
+            self._packs += 1
+            self._pack = PackWriter(self._temporary / name, sync=self._sync)
+        self._pack.append(
+            block,
+            encoded.payload,
+            raw_length=raw_length,
+            encoding=encoded.encoding,
+            dtype=dtype,
+            base=base if encoded.encoding.needs_base else NO_BASE,
+        )
+        if self._pack.size >= PACK_BYTES:
+            self._close_pack()
+
+    def reuse(self, block: bytes) -> None:
+        """Note that a stored block is needed, and protect it.
+
+        Raises:
+            BlocksCollectedError: when it is gone after all.
+        """
+        with self._lock:
+            if block in self._new or block in self._reused:
+                return
+            self._reused.add(block)
+        self._unclaimed.append(block)
+        if len(self._unclaimed) >= _CLAIM_BATCH:
+            self._claim()
+
+    def share(self, block: bytes) -> None:
+        """Note that a stored block is needed that the lease's manifests protect already."""
+        with self._lock:
+            self._reused.add(block)
+
+    def flush(self) -> None:
+        """Make everything added so far durable and known to the catalog."""
+        self._claim()
+        self._close_pack()
+
+    def _claim(self) -> None:
+        if not self._unclaimed:
+            return
+        missing = self._catalog.write(lambda txn: self._lease.claim(txn, self._unclaimed))
+        self._unclaimed = []
+        if missing:
+            raise BlocksCollectedError(f"{len(missing)} blocks were collected while they were being reused")
+
+    def _close_pack(self) -> None:
+        if self._pack is None:
+            return
+        pack, self._pack = self._pack, None
+        with pack:
+            identity = pack.finish()
+        self.stored_bytes += pack.size
+        self._catalog.write(lambda txn: self._register(txn, pack, bytes.fromhex(identity)))
+
+    def _register(self, txn: Transaction, pack: PackWriter, identity: bytes) -> None:
+        # The file gets its name inside the transaction: gc looks for packs that nobody knows inside one too,
+        # and so can never take this one for an orphan. A second run (after the map grew) finds it moved.
+        if pack.path.exists():
+            self._backend.adopt(pack_name(identity), pack.path)
+        put_pack(txn, identity, pack.size, pack.records)
+        self._lease.claim(txn, (record.block for record in pack.records))

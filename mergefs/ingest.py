@@ -1,0 +1,375 @@
+"""Ingest: a checkpoint becomes blocks, statistics and a manifest, in one streaming pass."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mergefs.blocks import codecs
+from mergefs.blocks.codecs import Encoded
+from mergefs.blocks.floats import to_float, unsigned
+from mergefs.blocks.geometry import grid
+from mergefs.blocks.pack import NO_BASE
+from mergefs.blocks.reader import BlockReader, Kind
+from mergefs.blocks.writer import BlocksCollectedError, BlockWriter
+from mergefs.catalog.leases import Lease
+from mergefs.checkpoint.directory import Checkpoint, CheckpointFile, open_checkpoint
+from mergefs.checkpoint.safetensors import TensorEntry
+from mergefs.dtypes import DTYPES, DType
+from mergefs.errors import CheckpointError
+from mergefs.hashing import Buffer, digest
+from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData
+from mergefs.pipeline import available_cores, ordered
+from mergefs.statistics import BlockMeasure, Collector, measure_block, statistics_key, unchanged_block
+from mergefs.store import Publication, Store, check_ref_name
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class IngestReport:
+    """What an ingest did.
+
+    Attributes:
+        manifest: the id of the model.
+        ref: its name here.
+        previous: the id of the manifest that the ref named before, or None.
+        raw_bytes: bytes of the checkpoint's files.
+        stored_bytes: bytes added to the repository's packs and manifests.
+        blocks_new, blocks_reused: different blocks (blobs included) that were added, or were there already.
+        seconds: wall time.
+    """
+
+    manifest: str
+    ref: str
+    previous: str | None
+    raw_bytes: int
+    stored_bytes: int
+    blocks_new: int
+    blocks_reused: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A run of a file's bytes that becomes one block.
+
+    Attributes:
+        tensor: the tensor that it belongs to, or None for a blob.
+        number, first: of the block in its tensor, and of its first element.
+        base: the block at the same place of the base (32 bytes), or None where there is none.
+    """
+
+    file: int
+    start: int
+    size: int
+    tensor: _Target | None = None
+    number: int = 0
+    first: int = 0
+    base: bytes | None = None
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor that is being ingested.
+
+    Attributes:
+        entry: its entry in the safetensors header.
+        base_dtype: the base's dtype of the tensor of the same name and shape, or None.
+    """
+
+    entry: TensorEntry
+    base_dtype: DType | None
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A piece whose block is ready to be stored.
+
+    Attributes:
+        encoded: None when the block is stored already.
+        root: the block that it is encoded against.
+    """
+
+    piece: _Piece
+    raw: bytes
+    block: bytes
+    encoded: Encoded | None
+    root: bytes
+    measure: BlockMeasure | None
+
+
+def ingest(
+    store: Store,
+    path: str | Path,
+    name: str,
+    *,
+    base: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> IngestReport:
+    """Take a checkpoint into a repository.
+
+    Args:
+        store: the repository.
+        path: a Hugging Face directory or a safetensors file.
+        name: the ref for it.
+        base: the ref or id of the model that it was fine-tuned from: its blocks are stored as differences from
+            that model's, and statistics of the differences are kept for planning.
+        threads: how many to work with; all cores by default.
+        progress: told how far it is.
+
+    Raises:
+        CheckpointError: when the checkpoint is damaged or incomplete; the repository is then as before.
+        NotFoundError: when the base does not exist.
+        RefNameError: when the name is malformed.
+    """
+    check_ref_name(name)
+    base_id = None if base is None else store.resolve(base)
+    checkpoint = open_checkpoint(path)
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _ingest(store, checkpoint, name, base_id, threads or available_cores(), progress)
+        except BlocksCollectedError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError
+
+
+def _ingest(
+    store: Store,
+    checkpoint: Checkpoint,
+    name: str,
+    base_id: str | None,
+    threads: int,
+    progress: Progress | None,
+) -> IngestReport:
+    began = time.monotonic()
+    base = None if base_id is None else store.manifest(base_id)
+    total = sum(file.size for file in checkpoint.files)
+    with ExitStack() as stack:
+        lease = stack.enter_context(store.lease("ingest", [] if base_id is None else [base_id]))
+        writer = stack.enter_context(
+            BlockWriter(store.catalog, store.backend, store.path / "tmp", lease, sync=store.sync)
+        )
+        descriptors = [_open(file, stack) for file in checkpoint.files]
+        worker = _Worker(store, writer, checkpoint, descriptors)
+        gathered = _Gathered(checkpoint)
+        done_bytes = 0
+        pieces = _pieces(checkpoint, base, store.block_elements)
+        for done in ordered(worker, pieces, threads=threads, window=2 * threads + 2):
+            _store_block(writer, done)
+            gathered.add(done)
+            done_bytes += done.piece.size
+            if progress:
+                progress(done_bytes, total)
+        writer.flush()
+        manifest = gathered.manifest(store.block_elements)
+        return _publish(store, manifest, name, lease, gathered, base_id, total, writer, began)
+
+
+def _publish(
+    store: Store,
+    manifest: Manifest,
+    name: str,
+    lease: Lease,
+    gathered: _Gathered,
+    base_id: str | None,
+    raw_bytes: int,
+    writer: BlockWriter,
+    began: float,
+) -> IngestReport:
+    with store.catalog.read() as txn:
+        known = txn.get("manifests", bytes.fromhex(manifest.id)) is not None
+    stored = writer.stored_bytes + (0 if known else len(manifest.encoded))
+    statistics: Publication = []
+    entry: dict[str, object] = {"raw_bytes": raw_bytes}
+    if base_id is not None and base_id != manifest.id:
+        entry["base"] = base_id
+        statistics = [
+            ("statistics", statistics_key(manifest.id, base_id, tensor), collector.finish().encode())
+            for tensor, collector in gathered.collectors.items()
+        ]
+    previous = store.publish(manifest, name, lease, entry, statistics)
+    return IngestReport(
+        manifest.id,
+        name,
+        None if previous == manifest.id else previous,
+        raw_bytes,
+        stored,
+        writer.new_blocks,
+        writer.reused_blocks,
+        time.monotonic() - began,
+    )
+
+
+def _open(file: CheckpointFile, stack: ExitStack) -> int:
+    try:
+        descriptor = os.open(file.source, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{file.source} cannot be read: {error.strerror}") from error
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _pieces(checkpoint: Checkpoint, base: Manifest | None, block_elements: int) -> Iterator[_Piece]:
+    blob_size = 2 * block_elements
+    for number, file in enumerate(checkpoint.files):
+        end_of_blobs = file.size if file.header is None else len(file.header.raw)
+        for start in range(0, end_of_blobs, blob_size):
+            yield _Piece(number, start, min(blob_size, end_of_blobs - start))
+        for entry in file.header.tensors if file.header else ():
+            yield from _tensor_pieces(number, entry, base, block_elements)
+
+
+def _tensor_pieces(
+    file: int, entry: TensorEntry, base: Manifest | None, block_elements: int
+) -> Iterator[_Piece]:
+    twin = base.tensor_by_name.get(entry.name) if base else None
+    if twin is not None and twin.shape != entry.shape:
+        twin = None
+    target = _Target(entry, twin.dtype if twin else None)
+    width = entry.dtype.itemsize
+    for number, (first, stop) in enumerate(grid(entry.shape, block_elements).elements()):
+        block = twin.blocks[number] if twin else None
+        yield _Piece(
+            file,
+            entry.start + first * width,
+            (stop - first) * width,
+            target,
+            number,
+            first,
+            None if block is None else bytes.fromhex(block),
+        )
+
+
+class _Worker:
+    """Reads, hashes, measures and encodes one piece. Runs on many threads."""
+
+    def __init__(
+        self, store: Store, writer: BlockWriter, checkpoint: Checkpoint, descriptors: list[int]
+    ) -> None:
+        self._catalog = store.catalog
+        self._reader = BlockReader(store.catalog, store.backend)
+        self._writer = writer
+        self._files = checkpoint.files
+        self._descriptors = descriptors
+
+    def __call__(self, piece: _Piece) -> _Done:
+        raw = self._read(piece)
+        block = digest(raw)
+        if piece.tensor is None:
+            encoded = None if self._writer.known(block) else codecs.encode(raw, DTYPES["U8"])
+            return _Done(piece, raw, block, encoded, NO_BASE, None)
+        entry, base_dtype = piece.tensor.entry, piece.tensor.base_dtype
+        if piece.base is None or base_dtype is None:
+            encoded = None if self._writer.known(block) else codecs.encode(raw, entry.dtype)
+            return _Done(piece, raw, block, encoded, NO_BASE, None)
+        if block == piece.base and entry.dtype is base_dtype:
+            elements = piece.size // entry.dtype.itemsize
+            return _Done(piece, raw, block, None, NO_BASE, unchanged_block(elements))
+        known = self._writer.known(block)
+        measurable = entry.dtype.is_float and base_dtype.is_float
+        if known and not measurable:
+            return _Done(piece, raw, block, None, NO_BASE, None)
+        base = self._reader.read(piece.base, Kind.BASE)
+        measure = _measure(raw, entry.dtype, base, base_dtype, piece.first) if measurable else None
+        if known:
+            return _Done(piece, raw, block, None, NO_BASE, measure)
+        if entry.dtype is not base_dtype:
+            return _Done(piece, raw, block, codecs.encode(raw, entry.dtype), NO_BASE, measure)
+        root, root_raw = self._root(piece.base, base)
+        return _Done(piece, raw, block, codecs.encode(raw, entry.dtype, root_raw), root, measure)
+
+    def _root(self, base: bytes, raw: Buffer) -> tuple[bytes, Buffer]:
+        """Return the block to encode against: the base's, or the one that it is itself encoded against."""
+        location = self._catalog.locate(base)
+        if location is None or location.record.base == NO_BASE:
+            return base, raw
+        root = location.record.base
+        return root, self._reader.read(root, Kind.BASE)
+
+    def _read(self, piece: _Piece) -> bytes:
+        file = self._files[piece.file]
+        try:
+            raw = os.pread(self._descriptors[piece.file], piece.size, piece.start)
+            while len(raw) < piece.size:
+                more = os.pread(self._descriptors[piece.file], piece.size - len(raw), piece.start + len(raw))
+                if not more:
+                    raise CheckpointError(
+                        f"{file.source} became shorter while it was read: let its writer finish, then ingest it again"
+                    )
+                raw += more
+        except OSError as error:
+            raise CheckpointError(f"{file.source} cannot be read: {error.strerror}") from error
+        return raw
+
+
+def _measure(raw: Buffer, dtype: DType, base: Buffer, base_dtype: DType, first: int) -> BlockMeasure:
+    if dtype is base_dtype:
+        equal = unsigned(raw, dtype.itemsize) == unsigned(base, dtype.itemsize)
+        unchanged = int(np.count_nonzero(equal))
+    else:
+        unchanged = 0
+    return measure_block(to_float(raw, dtype), to_float(base, base_dtype), first, unchanged)
+
+
+def _store_block(writer: BlockWriter, done: _Done) -> None:
+    piece = done.piece
+    if done.encoded is not None:
+        dtype = piece.tensor.entry.dtype if piece.tensor else DTYPES["U8"]
+        writer.add(done.block, done.encoded, raw_length=piece.size, dtype=dtype.code, base=done.root)
+    elif piece.base == done.block:
+        writer.share(done.block)
+    else:
+        writer.reuse(done.block)
+
+
+class _Gathered:
+    """What the finished pieces add up to: files, tensors and statistics."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._sha256 = [hashlib.sha256() for _ in checkpoint.files]
+        self._blobs: list[list[Blob]] = [[] for _ in checkpoint.files]
+        self._blocks: dict[str, list[str]] = {}
+        self.collectors: dict[str, Collector] = {}
+
+    def add(self, done: _Done) -> None:
+        """Take the next piece, in the order of the files' bytes."""
+        piece = done.piece
+        self._sha256[piece.file].update(done.raw)
+        if piece.tensor is None:
+            self._blobs[piece.file].append(Blob(done.block.hex(), piece.size))
+            return
+        entry = piece.tensor.entry
+        self._blocks.setdefault(entry.name, []).append(done.block.hex())
+        if done.measure is not None:
+            if entry.name not in self.collectors:
+                elements = (entry.stop - entry.start) // entry.dtype.itemsize
+                self.collectors[entry.name] = Collector(elements)
+            self.collectors[entry.name].add(done.measure)
+
+    def manifest(self, block_elements: int) -> Manifest:
+        """Return the model's manifest, once all pieces are in."""
+        files, tensors = [], []
+        for number, file in enumerate(self._checkpoint.files):
+            entries = file.header.tensors if file.header else ()
+            segments = (*self._blobs[number], *(TensorData(entry.name) for entry in entries))
+            files.append(FileRecipe(file.path, file.size, self._sha256[number].hexdigest(), segments))
+            tensors += [
+                Tensor(entry.name, entry.dtype, entry.shape, tuple(self._blocks.get(entry.name, ())))
+                for entry in entries
+            ]
+        files.sort(key=lambda recipe: recipe.path)
+        return Manifest(block_elements, tuple(files), tuple(tensors), Lineage("checkpoint"))

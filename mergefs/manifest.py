@@ -1,0 +1,331 @@
+"""Manifests: the immutable description of one model, named by the hash of its canonical form.
+
+The form, with test vectors, is in spec/manifest.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from mergefs import canonical
+from mergefs.blocks.geometry import Grid, grid
+from mergefs.dtypes import DTYPES, DType
+from mergefs.errors import CorruptionError, FormatVersionError
+from mergefs.hashing import hex_digest, is_hex_id
+
+FORMAT = "mergefs-manifest"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A segment of a file that is one stored blob.
+
+    Attributes:
+        block: the id of its bytes (hexadecimal).
+        size: its length in bytes.
+    """
+
+    block: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorData:
+    """A segment of a file that is all of a tensor's bytes, block after block."""
+
+    tensor: str
+
+
+@dataclass(frozen=True)
+class FileRecipe:
+    """One file of a model.
+
+    Attributes:
+        path: relative, with `/` between folders.
+        size: in bytes.
+        sha256: hexadecimal, or None where nobody has computed it yet (derived files).
+        segments: what the file is made of, in order.
+    """
+
+    path: str
+    size: int
+    sha256: str | None
+    segments: tuple[Blob | TensorData, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a model.
+
+    Attributes:
+        name, dtype, shape: as in the safetensors header.
+        blocks: the id of each block (hexadecimal), or None for a block that is derived on demand.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    blocks: tuple[str | None, ...]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return self.elements * self.dtype.itemsize
+
+    def grid(self, block_elements: int) -> Grid:
+        """Where the tensor is cut."""
+        return grid(self.shape, block_elements)
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Where a manifest came from.
+
+    Attributes:
+        kind: `checkpoint` (ingested) or `merge`.
+        plan, base, experts: the ids of a merge's plan, base manifest (None where it has none) and expert
+            manifests.
+    """
+
+    kind: str
+    plan: str | None = None
+    base: str | None = None
+    experts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One model: its files, its tensors and their blocks, and its lineage.
+
+    Attributes:
+        block_elements: the grid's parameter (see `mergefs.blocks.geometry`).
+        files: sorted by path.
+        tensors: in the order of the files that hold them.
+    """
+
+    block_elements: int
+    files: tuple[FileRecipe, ...]
+    tensors: tuple[Tensor, ...]
+    lineage: Lineage
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The canonical form."""
+        return canonical.encode(_to_json(self))
+
+    @cached_property
+    def id(self) -> str:
+        """The manifest's name: the hash of its canonical form."""
+        return hex_digest(self.encoded)
+
+    @cached_property
+    def tensor_by_name(self) -> dict[str, Tensor]:
+        """The tensors by their names."""
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def file_by_path(self) -> dict[str, FileRecipe]:
+        """The files by their paths."""
+        return {file.path: file for file in self.files}
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether some block is still to be derived."""
+        return any(block is None for tensor in self.tensors for block in tensor.blocks)
+
+    @property
+    def raw_bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def block_ids(self) -> Iterator[bytes]:
+        """Yield the id (32 bytes) of every stored block and blob, in the order of the files, with repeats."""
+        for file in self.files:
+            for segment in file.segments:
+                if isinstance(segment, Blob):
+                    yield bytes.fromhex(segment.block)
+        for tensor in self.tensors:
+            for block in tensor.blocks:
+                if block is not None:
+                    yield bytes.fromhex(block)
+
+
+def decode(data: bytes) -> Manifest:
+    """Read a manifest from its canonical form, checking everything that can be checked without the store.
+
+    Raises:
+        CorruptionError: when it is not canonical, or a part is missing, unknown or inconsistent.
+        FormatVersionError: when it was written by a newer mergefs.
+    """
+    value = canonical.decode(data)
+    try:
+        return _from_json(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptionError(f"a manifest is malformed: {error!r}") from error
+
+
+def safe_path(path: str) -> bool:
+    """Tell whether a file's path stays inside the folder that it is written to."""
+    parts = path.split("/")
+    return (
+        all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in parts)
+        and not any(ord(c) < 32 or ord(c) == 127 or c == "\\" for c in path)
+        and len(path.encode()) <= 4096
+    )
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    lineage = manifest.lineage
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "block_elements": manifest.block_elements,
+        "files": [
+            {
+                "path": file.path,
+                "size": file.size,
+                "sha256": file.sha256,
+                "segments": [
+                    {"blob": s.block, "size": s.size} if isinstance(s, Blob) else {"tensor": s.tensor}
+                    for s in file.segments
+                ],
+            }
+            for file in manifest.files
+        ],
+        "tensors": [
+            {"name": t.name, "dtype": t.dtype.name, "shape": list(t.shape), "blocks": list(t.blocks)}
+            for t in manifest.tensors
+        ],
+        "lineage": {"kind": lineage.kind}
+        if lineage.kind == "checkpoint"
+        else {
+            "kind": lineage.kind,
+            "plan": lineage.plan,
+            "base": lineage.base,
+            "experts": list(lineage.experts),
+        },
+    }
+
+
+def _from_json(value: dict[str, Any]) -> Manifest:
+    if value.get("format") != FORMAT:
+        raise ValueError("it does not say that it is a manifest")
+    if value.get("version") != VERSION:
+        raise FormatVersionError(
+            f"the manifest has version {value.get('version')!r}; this mergefs reads version {VERSION}: upgrade it"
+        )
+    _only(value, {"format", "version", "block_elements", "files", "tensors", "lineage"})
+    manifest = Manifest(
+        _positive(value["block_elements"]),
+        tuple(_file(item) for item in value["files"]),
+        tuple(_tensor(item) for item in value["tensors"]),
+        _lineage(value["lineage"]),
+    )
+    _check(manifest)
+    return manifest
+
+
+def _file(value: dict[str, Any]) -> FileRecipe:
+    _only(value, {"path", "size", "sha256", "segments"})
+    if not safe_path(value["path"]):
+        raise ValueError(f"unsafe path {value['path']!r}")
+    segments: list[Blob | TensorData] = []
+    for item in value["segments"]:
+        if "blob" in item:
+            _only(item, {"blob", "size"})
+            segments.append(Blob(_id(item["blob"]), _positive(item["size"])))
+        else:
+            _only(item, {"tensor"})
+            segments.append(TensorData(str(item["tensor"])))
+    sha256 = value["sha256"]
+    return FileRecipe(
+        value["path"], _natural(value["size"]), None if sha256 is None else _id(sha256), tuple(segments)
+    )
+
+
+def _tensor(value: dict[str, Any]) -> Tensor:
+    _only(value, {"name", "dtype", "shape", "blocks"})
+    return Tensor(
+        str(value["name"]),
+        DTYPES[value["dtype"]],
+        tuple(_natural(n) for n in value["shape"]),
+        tuple(None if block is None else _id(block) for block in value["blocks"]),
+    )
+
+
+def _lineage(value: dict[str, Any]) -> Lineage:
+    if value["kind"] == "checkpoint":
+        _only(value, {"kind"})
+        return Lineage("checkpoint")
+    _only(value, {"kind", "plan", "base", "experts"})
+    base = value["base"]
+    return Lineage(
+        str(value["kind"]),
+        _id(value["plan"]),
+        None if base is None else _id(base),
+        tuple(_id(expert) for expert in value["experts"]),
+    )
+
+
+def _check(manifest: Manifest) -> None:
+    tensors = manifest.tensor_by_name
+    if len(tensors) != len(manifest.tensors):
+        raise ValueError("a tensor is named twice")
+    if [file.path for file in manifest.files] != sorted(set(manifest.file_by_path)):
+        raise ValueError("files are not in the order of their paths, or a path is there twice")
+    for tensor in manifest.tensors:
+        if len(tensor.blocks) != len(tensor.grid(manifest.block_elements)):
+            raise ValueError(f"tensor {tensor.name!r} has {len(tensor.blocks)} blocks")
+    if manifest.is_lazy and manifest.lineage.plan is None:
+        raise ValueError("blocks are to be derived, but there is no plan")
+    used: list[str] = []
+    for file in manifest.files:
+        size = 0
+        for segment in file.segments:
+            if isinstance(segment, Blob):
+                size += segment.size
+            else:
+                used.append(segment.tensor)
+                size += tensors[segment.tensor].nbytes
+        if size != file.size:
+            raise ValueError(f"file {file.path!r} has {size} bytes of segments and claims {file.size}")
+    if sorted(used) != sorted(tensors):
+        raise ValueError("a tensor is in no file, or in two")
+
+
+def _only(value: dict[str, Any], keys: set[str]) -> None:
+    if set(value) != keys:
+        raise ValueError(f"keys {sorted(value)} instead of {sorted(keys)}")
+
+
+def _id(value: Any) -> str:
+    if not isinstance(value, str) or not is_hex_id(value):
+        raise ValueError(f"{value!r} is not an id")
+    return value
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a natural number")
+    return value
+
+
+def _positive(value: Any) -> int:
+    if _natural(value) == 0:
+        raise ValueError("0 is not a positive number")
+    return int(value)

@@ -1,0 +1,422 @@
+"""What a mount shows: paths and the nodes behind them. Nothing here knows FUSE.
+
+A single model is its files. Everything is two folders: `manifests/HASH/...` holds the files of every
+manifest, and `refs/NAME` is a symbolic link to the manifest that the ref names now. It is a link and not a
+second folder because the kernel caches file contents by name: behind one and the same name, the cached pages
+of a ref's old and new manifest would mix. Behind a link every name with contents is immutable, a moved ref
+is seen at the next lookup, a file that is open keeps the manifest that it was opened in, and two refs to one
+manifest share their cached pages.
+"""
+
+from __future__ import annotations
+
+import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mergefs.errors import CorruptionError, NotFoundError
+from mergefs.hashing import digest, is_hex_id
+
+REFS = "refs"
+MANIFESTS = "manifests"
+MAX_VIEWS = 8
+
+IMMUTABLE_SECONDS = 86400.0
+MUTABLE_SECONDS = 1.0
+
+
+class FileInfo(Protocol):
+    """One file of a view."""
+
+    @property
+    def size(self) -> int:
+        """The file's length in bytes."""
+
+
+class View(Protocol):
+    """A manifest that is open for reading; its lease lasts until `close`."""
+
+    @property
+    def manifest_id(self) -> str:
+        """The manifest's id."""
+
+    @property
+    def files(self) -> Mapping[str, FileInfo]:
+        """The files by their paths."""
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        """Return bytes of a file; called by many threads at once."""
+
+    def close(self) -> None:
+        """End the lease."""
+
+
+class Models(Protocol):
+    """The part of a repository that a mount needs."""
+
+    def refs(self) -> dict[str, str]:
+        """Return every ref's manifest id."""
+
+    def manifest_ids(self) -> list[str]:
+        """Return the ids of all manifests."""
+
+    def manifest_time(self, manifest_id: str) -> float:
+        """Return when a manifest was made, in seconds since 1970."""
+
+    def view(self, name: str) -> View:
+        """Open a manifest, by ref or id.
+
+        Raises:
+            NotFoundError: when there is none of this name.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What is behind one path.
+
+    Attributes:
+        mode: kind and permissions, as in `os.stat_result.st_mode`.
+        inode: the same for the same manifest and path, in every mount.
+        mtime: in seconds since 1970.
+        target: where a symbolic link leads, otherwise empty.
+    """
+
+    mode: int
+    inode: int
+    size: int
+    mtime: float
+    nlink: int
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """How much a mount holds, for `df`."""
+
+    bytes: int = 0
+    files: int = 0
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file opened in one manifest; it stays the same whatever happens to refs.
+
+    Attributes:
+        release: tells the tree that the file is closed.
+    """
+
+    node: Node
+    view: View
+    path: str
+    release: Callable[[], None]
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes, fewer at the end of the file. Takes no lock."""
+        size = min(size, self.node.size - offset)
+        return self.view.read(self.path, offset, size) if size > 0 else b""
+
+
+class Tree(Protocol):
+    """What the FUSE side asks for. Paths are relative to the mount; the mount itself is the empty path."""
+
+    @property
+    def cache_seconds(self) -> float:
+        """How long names and attributes may be believed without asking again."""
+
+    def node(self, path: str) -> Node:
+        """Return what is at `path`.
+
+        Raises:
+            NotFoundError: when nothing is.
+        """
+
+    def children(self, path: str) -> list[tuple[str, Node]]:
+        """Return the names in the folder at `path`, with what is behind each.
+
+        Raises:
+            NotFoundError: when there is no such folder.
+        """
+
+    def open(self, path: str) -> OpenFile:
+        """Open the file at `path`.
+
+        Raises:
+            NotFoundError: when there is no such file.
+        """
+
+    def totals(self) -> Totals:
+        """Return how much there is."""
+
+    def close(self) -> None:
+        """Close every view."""
+
+
+def inode_number(manifest_id: str, path: str) -> int:
+    """Return the inode number of a path in a manifest: 63 bits of a hash, never 0 or 1."""
+    return max(2, int.from_bytes(digest(f"{manifest_id}\0{path}".encode())[:8]) >> 1)
+
+
+class ModelTree:
+    """The folders and files of one manifest: plain data, valid also when the manifest's view is closed."""
+
+    def __init__(self, manifest_id: str, files: Mapping[str, FileInfo], mtime: float) -> None:
+        """Lay out `files`.
+
+        Raises:
+            CorruptionError: when a path is a file and a folder at once.
+        """
+        names = _folders(files)
+        if clash := next((path for path in files if path in names), None):
+            raise CorruptionError(f"manifest {manifest_id} has {clash!r} as a file and as a folder")
+        self._nodes = {
+            path: Node(stat.S_IFREG | 0o444, inode_number(manifest_id, path), info.size, mtime, 1)
+            for path, info in files.items()
+        }
+        self._names = {folder: tuple(sorted(inside)) for folder, inside in names.items()}
+        for folder, inside in self._names.items():
+            subfolders = sum(_join(folder, name) in names for name in inside)
+            self._nodes[folder] = _folder(inode_number(manifest_id, folder), mtime, subfolders)
+        self.totals = Totals(sum(info.size for info in files.values()), len(files))
+
+    def node(self, path: str) -> Node:
+        """Return what is at `path`, relative to the model.
+
+        Raises:
+            NotFoundError: when nothing is.
+        """
+        try:
+            return self._nodes[path]
+        except KeyError:
+            raise NotFoundError(f"there is no {path!r}") from None
+
+    def file(self, path: str) -> Node:
+        """Return the file at `path`.
+
+        Raises:
+            NotFoundError: when there is no such file.
+        """
+        if path in self._names:
+            raise NotFoundError(f"{path!r} is a folder")
+        return self.node(path)
+
+    def children(self, path: str) -> list[tuple[str, Node]]:
+        """Return the names in the folder at `path`, sorted, with what is behind each.
+
+        Raises:
+            NotFoundError: when there is no such folder.
+        """
+        if path not in self._names:
+            raise NotFoundError(f"there is no folder {path!r}")
+        return [(name, self._nodes[_join(path, name)]) for name in self._names[path]]
+
+
+class SingleModel:
+    """A mount of one model: its files lie in the mount's own folder.
+
+    The manifest is the one that the name stands for now, for as long as the mount lives: a model must not
+    change between two of its files while somebody loads it.
+    """
+
+    cache_seconds = IMMUTABLE_SECONDS
+
+    def __init__(self, models: Models, name: str) -> None:
+        """Open the model `name` (a ref or an id).
+
+        Raises:
+            NotFoundError: when there is none of this name.
+        """
+        self._view = models.view(name)
+        manifest_id = self._view.manifest_id
+        self._model = ModelTree(manifest_id, self._view.files, models.manifest_time(manifest_id))
+        self.node = self._model.node
+        self.children = self._model.children
+
+    def open(self, path: str) -> OpenFile:
+        """Open the file at `path` (see `Tree.open`)."""
+        return OpenFile(self._model.file(path), self._view, path, _nothing)
+
+    def totals(self) -> Totals:
+        """Return the model's size."""
+        return self._model.totals
+
+    def close(self) -> None:
+        """Close the view."""
+        self._view.close()
+
+
+class AllModels:
+    """A mount of a whole repository: `refs/NAME` and `manifests/HASH/...`."""
+
+    cache_seconds = MUTABLE_SECONDS
+
+    def __init__(self, models: Models, max_views: int = MAX_VIEWS) -> None:
+        self._models = models
+        self._views = _Views(models, max_views)
+        self._mtime = time.time()
+
+    def node(self, path: str) -> Node:
+        """Return what is at `path` (see `Tree.node`)."""
+        match path.split("/", 2):
+            case [""]:
+                return _folder(inode_number("", ""), self._mtime, 2)
+            case ["refs"]:
+                return _folder(inode_number("", REFS), self._mtime, 0)
+            case ["manifests"]:
+                return _folder(inode_number("", MANIFESTS), self._mtime, len(self._models.manifest_ids()))
+            case ["refs", name]:
+                return self._link(name, self._refs().get(name))
+            case ["manifests", manifest_id, *inside]:
+                return self._views.tree(manifest_id).node("".join(inside))
+        raise NotFoundError(f"there is no {path!r}")
+
+    def children(self, path: str) -> list[tuple[str, Node]]:
+        """Return the names in the folder at `path` (see `Tree.children`)."""
+        match path.split("/", 2):
+            case [""]:
+                return [(name, self.node(name)) for name in (MANIFESTS, REFS)]
+            case ["refs"]:
+                return [(name, self._link(name, target)) for name, target in sorted(self._refs().items())]
+            case ["manifests"]:
+                # Listing opens no views: who wants more than the names looks each folder up.
+                return [(i, _folder(inode_number(i, ""), 0, 0)) for i in sorted(self._models.manifest_ids())]
+            case ["manifests", manifest_id, *inside]:
+                return self._views.tree(manifest_id).children("".join(inside))
+        raise NotFoundError(f"there is no folder {path!r}")
+
+    def open(self, path: str) -> OpenFile:
+        """Open the file at `path` (see `Tree.open`)."""
+        match path.split("/", 2):
+            case ["manifests", manifest_id, inside]:
+                return self._views.open(manifest_id, inside)
+        raise NotFoundError(f"there is no file {path!r}")
+
+    def totals(self) -> Totals:
+        """Return nothing: adding up every manifest would read them all."""
+        return Totals()
+
+    def close(self) -> None:
+        """Close every view."""
+        self._views.close()
+
+    def _refs(self) -> dict[str, str]:
+        """Return the refs as they are now, without those that cannot be a file's name."""
+        return {name: i for name, i in self._models.refs().items() if _is_file_name(name)}
+
+    def _link(self, name: str, manifest_id: str | None) -> Node:
+        if manifest_id is None:
+            raise NotFoundError(f"there is no ref {name!r}")
+        target = f"../{MANIFESTS}/{manifest_id}"
+        mtime = self._models.manifest_time(manifest_id)
+        inode = inode_number("", f"{REFS}/{name}")
+        return Node(stat.S_IFLNK | 0o777, inode, len(target), mtime, 1, target)
+
+
+@dataclass
+class _Opened:
+    """A view with its layout and the number of files that are open in it."""
+
+    view: View
+    tree: ModelTree
+    files: int = 0
+
+
+@dataclass
+class _Views:
+    """The views used last, at most `limit`; a view with open files stays, even beyond the limit.
+
+    The lock is held for looking up, opening and closing, never while bytes are read.
+    """
+
+    models: Models
+    limit: int
+    _opened: OrderedDict[str, _Opened] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def tree(self, manifest_id: str) -> ModelTree:
+        """Return the layout of a manifest.
+
+        Raises:
+            NotFoundError: when there is none of this id.
+        """
+        with self._lock:
+            return self._get(manifest_id).tree
+
+    def open(self, manifest_id: str, path: str) -> OpenFile:
+        """Open a file of a manifest and keep its view until the file is released.
+
+        Raises:
+            NotFoundError: when there is no such manifest or file.
+        """
+        with self._lock:
+            opened = self._get(manifest_id)
+            node = opened.tree.file(path)
+            opened.files += 1
+        return OpenFile(node, opened.view, path, lambda: self._release(opened))
+
+    def close(self) -> None:
+        """Close every view."""
+        with self._lock:
+            while self._opened:
+                self._opened.popitem()[1].view.close()
+
+    def _get(self, manifest_id: str) -> _Opened:
+        """Return a manifest's view, opened when it is not yet. The lock is held."""
+        opened = self._opened.get(manifest_id)
+        if opened is not None:
+            self._opened.move_to_end(manifest_id)
+            return opened
+        # Only whole ids are names here: a ref or a prefix would be a second name for the same cached pages.
+        if not is_hex_id(manifest_id):
+            raise NotFoundError(f"there is no manifest {manifest_id!r}")
+        view = self.models.view(manifest_id)
+        try:
+            tree = ModelTree(manifest_id, view.files, self.models.manifest_time(manifest_id))
+        except BaseException:
+            view.close()
+            raise
+        opened = self._opened[manifest_id] = _Opened(view, tree)
+        self._trim(keep=manifest_id)
+        return opened
+
+    def _release(self, opened: _Opened) -> None:
+        with self._lock:
+            opened.files -= 1
+            self._trim()
+
+    def _trim(self, keep: str | None = None) -> None:
+        """Close the views used longest ago that nobody has files open in, down to the limit."""
+        idle = [i for i, opened in self._opened.items() if not opened.files and i != keep]
+        for manifest_id in idle[: max(0, len(self._opened) - self.limit)]:
+            self._opened.pop(manifest_id).view.close()
+
+
+def _folder(inode: int, mtime: float, subfolders: int) -> Node:
+    return Node(stat.S_IFDIR | 0o555, inode, 0, mtime, 2 + subfolders)
+
+
+def _folders(paths: Mapping[str, object]) -> dict[str, set[str]]:
+    """Return what is in each folder, given the paths of all files; the top is the empty path."""
+    names: dict[str, set[str]] = {"": set()}
+    for path in paths:
+        while path:
+            folder, _, name = path.rpartition("/")
+            names.setdefault(folder, set()).add(name)
+            path = folder
+    return names
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _is_file_name(name: str) -> bool:
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,381 @@
+"""Mounting a repository, or one model of it, as a read-only folder, and unmounting it.
+
+Every mount is served by a process of its own (`mergefs.serve.mount_daemon`); here it is started and awaited.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mergefs
+from mergefs import errors
+from mergefs.errors import MergefsError, MountError
+
+_DEVICE = Path("/dev/fuse")
+_FUSERMOUNT = "fusermount3"
+_FUSE_CONF = Path("/etc/fuse.conf")
+_MOUNT_TABLE = Path("/proc/self/mountinfo")
+_DAEMON = "mergefs.serve.mount_daemon"
+_TYPE = "fuse.mergefs"
+_SOURCE = re.compile(r"mergefs:(\d+)")
+_END_SECONDS = 60.0
+# The kernel's default of 128 KiB makes eight requests of one block, and only two readers then keep two cores
+# decoding; measured in spec/decisions/0003-fuse-binding.md.
+_READAHEAD_KIB = 4096
+
+# Serving processes that this process started, so that it also reaps them.
+_started: dict[int, subprocess.Popen[bytes]] = {}
+
+
+@dataclass(frozen=True)
+class MountInfo:
+    """A mount that serves.
+
+    Attributes:
+        directory: where; absolute, without symbolic links.
+        pid: the process that serves it.
+        ref: the model as it was named, or None where everything is mounted.
+    """
+
+    directory: Path
+    pid: int
+    ref: str | None
+
+
+def mount(
+    repo_path: Path,
+    ref: str | None,
+    directory: Path,
+    *,
+    foreground: bool = False,
+    allow_other: bool = False,
+    log: Path | None = None,
+) -> MountInfo:
+    """Mount one model, or with `ref` None everything, at `directory`; return when the mount serves.
+
+    The directory has to be empty; it is made when only its parent exists. What a dead mergefs process left
+    mounted there is cleared away first.
+
+    Args:
+        ref: a ref, a manifest id or a unique prefix of one.
+        foreground: return only when the mount has ended; Ctrl-C and SIGTERM end it.
+        allow_other: let other users read it too.
+        log: where the serving process writes its errors; nowhere by default.
+
+    Raises:
+        MountError: when FUSE is not usable here, or the directory is not.
+        MergefsError: what kept the serving process from opening the repository or the model, for example
+            NotFoundError.
+    """
+    _reap()
+    _check_tools(allow_other)
+    point = Path(os.path.realpath(directory))
+    made = _prepare(point)
+    options = ["--repo", os.path.abspath(repo_path)]
+    options += [] if ref is None else [f"--ref={ref}"]
+    options += ["--allow-other"] if allow_other else []
+    try:
+        process = _start([*options, *_log_options(log, foreground), "--", str(point)], foreground)
+    except BaseException:
+        _tidy(point, made)
+        raise
+    _widen_readahead(point)
+    _started[process.pid] = process
+    if foreground:
+        _attend(process)
+        _started.pop(process.pid, None)
+    return MountInfo(point, process.pid, ref)
+
+
+def umount(directory: Path) -> None:
+    """Unmount `directory`; return when the serving process, and with it every lease of the mount, is gone.
+
+    Raises:
+        MountError: when no mergefs is mounted there, or somebody uses it.
+    """
+    _find_fusermount()
+    point = Path(os.path.realpath(directory))
+    source = _mergefs_at(point)
+    if source is None:
+        raise MountError(f"{directory} is not a mergefs mount")
+    if _is_stale(point):
+        _fusermount("-uz", point)
+        return
+    # Taken before unmounting: afterwards the number could belong to another process.
+    watch = _watch(source)
+    try:
+        _fusermount("-u", point)
+        if watch is not None and not select.select([watch], [], [], _END_SECONDS)[0]:
+            raise MountError(f"{directory} is unmounted, but its process {source} does not end")
+    finally:
+        if watch is not None:
+            os.close(watch)
+    if process := _started.pop(source, None):
+        process.wait()
+
+
+# --- before: is everything there, and is the directory fit? ---------------------------------------
+
+
+def _check_tools(allow_other: bool) -> None:
+    if not _DEVICE.exists():
+        raise MountError(
+            f"{_DEVICE} is missing: load the kernel module fuse, or give the container --device {_DEVICE}"
+        )
+    if not os.access(_DEVICE, os.R_OK | os.W_OK):
+        raise MountError(f"{_DEVICE} may not be opened by this user")
+    _find_fusermount()
+    if importlib.util.find_spec("mfusepy") is None:
+        raise MountError("mfusepy is missing: pip install 'mergefs[mount]'")
+    if allow_other and os.getuid() != 0 and not _others_allowed():
+        raise MountError(f"other users may be let in only when {_FUSE_CONF} has a line 'user_allow_other'")
+
+
+def _find_fusermount() -> str:
+    found = shutil.which(_FUSERMOUNT)
+    if found is None:
+        raise MountError(f"{_FUSERMOUNT} is missing: apt install fuse3")
+    return found
+
+
+def _others_allowed() -> bool:
+    try:
+        lines = _FUSE_CONF.read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.strip() == "user_allow_other" for line in lines)
+
+
+def _prepare(point: Path) -> bool:
+    """Make sure that `point` is an empty folder with nothing mounted; tell whether it was made for that."""
+    if point in _mount_table():
+        if _mergefs_at(point) is None or not _is_stale(point):
+            raise MountError(f"{point} is a mount point already: unmount it first or take another folder")
+        _fusermount("-uz", point)
+    try:
+        mode = point.stat().st_mode
+    except FileNotFoundError:
+        return _make(point)
+    except OSError as error:
+        raise MountError(f"{point} cannot be used: {error.strerror}") from error
+    if not stat.S_ISDIR(mode):
+        raise MountError(f"{point} is not a folder")
+    try:
+        empty = not any(point.iterdir())
+    except OSError as error:
+        raise MountError(f"{point} cannot be read: {error.strerror}") from error
+    if not empty:
+        raise MountError(f"{point} is not empty")
+    return False
+
+
+def _make(point: Path) -> bool:
+    try:
+        point.mkdir()
+    except FileNotFoundError:
+        raise MountError(f"{point} does not exist, and neither does the folder above it") from None
+    except OSError as error:
+        raise MountError(f"{point} cannot be made: {error.strerror}") from error
+    return True
+
+
+# --- the serving process --------------------------------------------------------------------------
+
+
+def _start(options: list[str], foreground: bool) -> subprocess.Popen[bytes]:
+    """Start the serving process and wait until it serves.
+
+    Raises:
+        MergefsError: when it ends instead; of the class and with the sentence that it gave.
+    """
+    receive, send = os.pipe()
+    # Without -P the interpreter would also import from the current folder, which may be a model's.
+    command = [sys.executable, "-P", "-m", _DAEMON, "--ready-fd", str(send), *options]
+    with open(receive, "rb") as answers, tempfile.TemporaryFile() as printed:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL if foreground else printed,
+                stderr=None if foreground else printed,
+                pass_fds=(send,),
+                start_new_session=True,
+                env=_environment(),
+            )
+        finally:
+            os.close(send)
+        try:
+            answer = answers.read()  # ends when the process closes its side, at the latest by ending
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        message: dict[str, Any] = json.loads(answer) if answer else {}
+        if "ready" in message:
+            return process
+        code = process.wait()
+        printed.seek(0)
+        raise _failure(message, code, printed.read().decode(errors="replace"))
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment in which the process finds this very mergefs, wherever it was imported from."""
+    here = str(Path(mergefs.__file__).parent.parent)
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([here, path] if path else [here])}
+
+
+def _failure(message: dict[str, Any], code: int, printed: str) -> MergefsError:
+    """Return the error that the serving process reported, or the best account of why it did not."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    if "error" not in message:
+        last = f": {lines[-1]}" if lines else ""
+        return MountError(f"the process for the mount ended with exit code {code}{last}")
+    kind: type[MergefsError] = getattr(errors, message["kind"], MergefsError)
+    if kind is not MountError:
+        return kind(message["error"])
+    # libfuse gives its reason only on standard error.
+    reasons = [line for line in lines if line.startswith(("fuse:", "fusermount3:"))]
+    return MountError("; ".join([message["error"], *reasons[-1:]]))
+
+
+def _log_options(log: Path | None, foreground: bool) -> list[str]:
+    if log is not None:
+        return ["--log", os.path.abspath(log)]
+    return ["--log", "/dev/stderr"] if foreground else []
+
+
+def _attend(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a mount in the foreground; Ctrl-C and SIGTERM bring it about."""
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if on_main_thread:
+        previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while process.returncode is None:
+            try:
+                process.wait()
+            except KeyboardInterrupt:
+                process.terminate()
+    finally:
+        if on_main_thread:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _reap() -> None:
+    """Forget the serving processes that have ended by themselves."""
+    for pid, process in list(_started.items()):
+        if process.poll() is not None:
+            _started.pop(pid, None)
+
+
+def _tidy(point: Path, made: bool) -> None:
+    """Leave nothing of a mount that failed."""
+    if _mergefs_at(point) is not None and _is_stale(point):
+        _fusermount("-uz", point)
+    if made:
+        try:
+            point.rmdir()
+        except OSError:
+            pass
+
+
+def _watch(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when the serving process ends; None when it has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        command = b""
+    if _DAEMON.encode() in command:
+        return fd
+    os.close(fd)
+    return None
+
+
+# --- mounts ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Mounted:
+    """One line of the kernel's mount table."""
+
+    device: str
+    type: str
+    source: str
+
+
+def _mount_table() -> dict[Path, _Mounted]:
+    """Return what is mounted where; of several mounts on one folder, the topmost."""
+    table = {}
+    for line in os.fsdecode(_MOUNT_TABLE.read_bytes()).splitlines():
+        before, _, after = line.partition(" - ")
+        _, _, device, _, point, *_ = before.split(" ")
+        kind, source, *_ = after.split(" ")
+        table[Path(_unescaped(point))] = _Mounted(device, kind, source)
+    return table
+
+
+def _unescaped(text: str) -> str:
+    """Undo the mount table's octal escapes of spaces and the like."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _mergefs_at(point: Path) -> int | None:
+    """Return the process number that the mergefs mount at `point` gives, or None when there is none."""
+    mounted = _mount_table().get(point)
+    if mounted is None or mounted.type != _TYPE:
+        return None
+    match = _SOURCE.fullmatch(mounted.source)
+    return int(match[1]) if match else None
+
+
+def _is_stale(point: Path) -> bool:
+    """Tell whether nobody answers for a mount any more: "Transport endpoint is not connected"."""
+    try:
+        os.statvfs(point)
+    except PermissionError:
+        return False  # another user's
+    except OSError:
+        return True
+    return False
+
+
+def _fusermount(option: str, point: Path) -> None:
+    command = [_find_fusermount(), option, "--", str(point)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"}
+    )
+    if done.returncode == 0:
+        return
+    reason = done.stderr.strip()
+    if "busy" in reason:
+        raise MountError(f"{point} is in use: close the files and shells in it, then unmount it")
+    raise MountError(f"{point} cannot be unmounted: {reason}")
+
+
+def _widen_readahead(point: Path) -> None:
+    """Let the kernel read some blocks ahead; only root may, and it is only about speed."""
+    mounted = _mount_table().get(point)
+    if mounted is None:
+        return
+    try:
+        Path(f"/sys/class/bdi/{mounted.device}/read_ahead_kb").write_text(f"{_READAHEAD_KIB}\n")
+    except OSError:
+        pass

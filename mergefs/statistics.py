@@ -1,0 +1,271 @@
+"""What the planner knows of an expert: statistics of its delta from a base, block by block.
+
+One value in the catalog holds the statistics of one tensor (layout in spec/catalog.md). All figures are of the
+exact delta in the value domain, the float32 difference of the two elements.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numcodecs import zstd
+from numpy.typing import NDArray
+
+from mergefs.catalog.environment import Transaction
+from mergefs.catalog.tables import name_key
+from mergefs.errors import CorruptionError
+from mergefs.hashing import Buffer
+
+BLOCK = np.dtype([("energy", "<f8"), ("inner", "<f8"), ("largest", "<f4"), ("unchanged", "<u4")])
+"""Per block: squared norm of the delta, inner product of delta and base, largest |delta|, and the number of
+elements whose bits are the base's."""
+
+SKETCH_SIZE = 128
+SKETCHED_FROM = 1 << 14
+"""Tensors with fewer elements have no sketches: they are too small to matter to a budget."""
+
+DENSITIES = tuple(i / 100 for i in range(1, 100))
+"""The trim thresholds of these densities are stored exactly."""
+
+_INEXACT_LIMIT = 1 << 25
+_HEADER = struct.Struct("<4sIIIIQ")
+_MAGIC = b"mst1"
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """Statistics of one tensor of one expert against a base.
+
+    Attributes:
+        elements: of the tensor.
+        blocks: array of `BLOCK`, one for each block.
+        sketches: float32[blocks, 128], a count sketch of each block's delta, or float32[0, 128]. The inner
+            product of two blocks' sketches estimates the inner product of their deltas with a standard error
+            of at most |a| |b| sqrt(2 / 128).
+        bins, counts, inexact: the histogram of |delta|: the upper 16 bits of the float32 magnitude (uint16,
+            ascending), elements in that bin, and how many of them are not equal to the bin's lowest value.
+        ranks, thresholds: uint64 and float32; the exact magnitude of the k-th largest |delta| for some k.
+    """
+
+    elements: int
+    blocks: NDArray[Any]
+    sketches: NDArray[np.float32]
+    bins: NDArray[np.uint16]
+    counts: NDArray[np.uint64]
+    inexact: NDArray[np.uint64]
+    ranks: NDArray[np.uint64]
+    thresholds: NDArray[np.float32]
+
+    def bin_of_rank(self, rank: int) -> tuple[int, int] | None:
+        """Return the bin (its index) of the `rank`-th largest |delta| and its rank inside the bin, both from
+        the largest; None when that element is an exact zero or there is none."""
+        below = np.cumsum(self.counts[::-1])
+        place = int(np.searchsorted(below, rank))
+        if place >= len(below):
+            return None
+        index = len(self.bins) - 1 - place
+        if self.bins[index] == 0 and self.inexact[index] == 0:
+            return None
+        return index, rank - (int(below[place - 1]) if place else 0)
+
+    def threshold(self, rank: int) -> float | None:
+        """Return the exact magnitude of the `rank`-th largest |delta|, or None where these statistics do not
+        determine it."""
+        where = self.bin_of_rank(rank)
+        if where is None:
+            return 0.0
+        index, inside = where
+        if inside > int(self.inexact[index]):
+            return bin_value(int(self.bins[index]))
+        known = np.flatnonzero(self.ranks == rank)
+        return float(self.thresholds[known[0]]) if len(known) else None
+
+    def encode(self) -> bytes:
+        """Return the catalog's value."""
+        head = _HEADER.pack(
+            _MAGIC, len(self.blocks), len(self.sketches), len(self.bins), len(self.ranks), self.elements
+        )
+        arrays = (
+            self.blocks,
+            self.sketches,
+            self.bins,
+            self.counts,
+            self.inexact,
+            self.ranks,
+            self.thresholds,
+        )
+        return bytes(zstd.compress(head + b"".join(a.tobytes() for a in arrays), 1))
+
+    @classmethod
+    def decode(cls, value: Buffer) -> TensorStatistics:
+        """Read the catalog's value.
+
+        Raises:
+            CorruptionError: when it is damaged.
+        """
+        try:
+            data = bytes(zstd.decompress(value))
+            magic, blocks, sketches, bins, ranks, elements = _HEADER.unpack_from(data)
+            if magic != _MAGIC:
+                raise ValueError("wrong magic")
+            at = _HEADER.size
+
+            def take(dtype: Any, count: int) -> NDArray[Any]:
+                nonlocal at
+                array = np.frombuffer(data, dtype, count, at)
+                at += array.nbytes
+                return array
+
+            return cls(
+                elements,
+                take(BLOCK, blocks),
+                take("<f4", sketches * SKETCH_SIZE).reshape(sketches, SKETCH_SIZE),
+                take("<u2", bins),
+                take("<u8", bins),
+                take("<u8", bins),
+                take("<u8", ranks),
+                take("<f4", ranks),
+            )
+        except (ValueError, RuntimeError, struct.error) as error:
+            raise CorruptionError(f"the catalog's statistics of a tensor are damaged: {error}") from error
+
+
+@dataclass(frozen=True)
+class BlockMeasure:
+    """What `measure_block` found out about one block; see `BLOCK` and `TensorStatistics`."""
+
+    energy: float
+    inner: float
+    largest: float
+    unchanged: int
+    elements: int
+    histogram: NDArray[np.uint32] | None
+    sketch: NDArray[np.float64] | None
+    inexact: NDArray[np.uint32] | None
+
+
+def unchanged_block(elements: int) -> BlockMeasure:
+    """Return the measure of a block that equals the base's."""
+    return BlockMeasure(0.0, 0.0, 0.0, elements, elements, None, None, None)
+
+
+def measure_block(expert: NDArray[Any], base: NDArray[Any], first: int, unchanged: int) -> BlockMeasure:
+    """Measure the delta of one block.
+
+    Args:
+        expert, base: float32[n] (or float64[n], rounded to float32 here).
+        first: the number of the block's first element in its tensor.
+        unchanged: the number of elements with equal bits.
+    """
+    from mergefs.blocks import kernels
+
+    histogram = np.zeros(kernels.HISTOGRAM_BINS, np.uint32)
+    sketch = np.zeros(SKETCH_SIZE, np.float64)
+    inexact = np.empty(expert.size, np.uint32)
+    energy, inner, largest, _, count = kernels.measure(
+        expert.astype(np.float32, copy=False), base.astype(np.float32, copy=False), first, histogram, sketch, inexact
+    )
+    return BlockMeasure(
+        energy, inner, float(largest), unchanged, expert.size, histogram, sketch, inexact[:count].copy()
+    )
+
+
+class Collector:
+    """Gathers the measures of one tensor's blocks, in order, into its statistics."""
+
+    def __init__(self, elements: int) -> None:
+        self._elements = elements
+        self._sketched = elements >= SKETCHED_FROM
+        self._rows: list[tuple[float, float, float, int]] = []
+        self._sketches: list[NDArray[np.float64]] = []
+        self._histogram = np.zeros(1 << 15, np.uint64)
+        self._inexact: list[NDArray[np.uint32]] = []
+        self._inexact_count = 0
+
+    def add(self, measure: BlockMeasure) -> None:
+        """Add the next block's measure."""
+        self._rows.append((measure.energy, measure.inner, measure.largest, measure.unchanged))
+        if self._sketched:
+            self._sketches.append(np.zeros(SKETCH_SIZE) if measure.sketch is None else measure.sketch)
+        if measure.histogram is None:
+            self._histogram[0] += np.uint64(measure.elements)
+        else:
+            self._histogram += measure.histogram
+        if measure.inexact is not None:
+            self._inexact_count += len(measure.inexact)
+            self._inexact.append(measure.inexact)
+            if self._inexact_count > _INEXACT_LIMIT:
+                # Too many to keep: their bins are still counted, thresholds inside them stay unknown.
+                self._inexact = [_bins_only(self._inexact)]
+
+    def finish(self) -> TensorStatistics:
+        """Return the tensor's statistics."""
+        bins = np.flatnonzero(self._histogram).astype("<u2")
+        counts = self._histogram[bins]
+        magnitudes = np.sort(np.concatenate(self._inexact)) if self._inexact else np.empty(0, np.uint32)
+        inexact = np.bincount(magnitudes >> 16, minlength=1 << 15)[bins].astype("<u8")
+        if self._inexact_count > _INEXACT_LIMIT:
+            inexact = np.where(inexact > 0, counts, 0).astype("<u8")
+        found = TensorStatistics(
+            self._elements,
+            np.array(self._rows, BLOCK),
+            np.array(self._sketches, "<f4").reshape(len(self._sketches), SKETCH_SIZE),
+            bins,
+            counts.astype("<u8"),
+            inexact,
+            np.empty(0, "<u8"),
+            np.empty(0, "<f4"),
+        )
+        if self._inexact_count > _INEXACT_LIMIT:
+            return found
+        ranks, thresholds = [], []
+        for rank in sorted({trim_rank(density, self._elements) for density in DENSITIES}):
+            where = found.bin_of_rank(rank)
+            if where is not None and where[1] <= int(inexact[where[0]]):
+                end = int(np.searchsorted(magnitudes, (int(bins[where[0]]) + 1) << 16))
+                ranks.append(rank)
+                thresholds.append(magnitudes[end - where[1]])
+        return TensorStatistics(
+            found.elements,
+            found.blocks,
+            found.sketches,
+            found.bins,
+            found.counts,
+            found.inexact,
+            np.array(ranks, "<u8"),
+            np.array(thresholds, np.uint32).view("<f4"),
+        )
+
+
+def trim_rank(density: float, elements: int) -> int:
+    """Return how many of the largest |delta| a density keeps: at least one of them."""
+    return max(1, int(density * elements))
+
+
+def bin_value(index: int) -> float:
+    """Return the lowest magnitude of a histogram bin."""
+    return float(np.array([index << 16], np.uint32).view(np.float32)[0])
+
+
+def statistics_key(expert: str, base: str, tensor: str) -> bytes:
+    """Return the catalog's key: expert and base manifest, and the tensor's name."""
+    return bytes.fromhex(expert) + bytes.fromhex(base) + name_key(tensor)
+
+
+def load(txn: Transaction, expert: str, base: str, tensors: Iterable[str]) -> dict[str, TensorStatistics]:
+    """Return the statistics of those tensors of an expert that the catalog has."""
+    found = {}
+    for name in tensors:
+        value = txn.get("statistics", statistics_key(expert, base, name))
+        if value is not None:
+            found[name] = TensorStatistics.decode(value)
+    return found
+
+
+def _bins_only(parts: list[NDArray[np.uint32]]) -> NDArray[np.uint32]:
+    """Shrink what is kept to nothing but one magnitude in each occupied bin."""
+    return np.unique(np.concatenate([np.unique(part >> 16) for part in parts])) << 16 | 1

@@ -1,0 +1,333 @@
+"""The keeping floor: a repository's folder, its manifests, refs and leases."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mergefs import manifest as manifests
+from mergefs.backend import LocalBackend
+from mergefs.catalog.environment import Transaction
+from mergefs.catalog.leases import Lease, leases
+from mergefs.catalog.tables import Catalog, get_manifest, put_manifest, put_ref
+from mergefs.errors import (
+    CorruptionError,
+    DestinationError,
+    FormatVersionError,
+    MergefsError,
+    NotARepositoryError,
+    NotFoundError,
+    RefNameError,
+    UserError,
+)
+from mergefs.hashing import hex_digest, is_hex_id, is_hex_prefix
+from mergefs.manifest import Manifest
+
+CONFIG = "mergefs.json"
+FORMAT = "mergefs-repository"
+VERSION = 1
+DEFAULT_BLOCK_SIZE = 1 << 20
+_FOLDERS = ("packs", "manifests", "plans", "tmp")
+_REF_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._@+-")
+
+
+class Store:
+    """An open repository folder.
+
+    Args:
+        path: the folder.
+        readonly: open the catalog for reading only.
+        sync: flush to the disk what must survive a power cut; False is for tests and throw-away repositories.
+    """
+
+    def __init__(self, path: str | Path, *, readonly: bool = False, sync: bool = True) -> None:
+        self.path = Path(path).absolute()
+        self.config = _read_config(self.path)
+        self.block_elements: int = self.config["block_elements"]
+        self.sync = sync
+        self.backend = LocalBackend(self.path, sync=sync)
+        self.catalog = Catalog(self.path / "catalog", readonly=readonly, sync=sync)
+        self._load_manifest = lru_cache(maxsize=64)(self._read_manifest)
+        if not readonly:
+            self._sweep_temporary()
+
+    @classmethod
+    def init(cls, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE) -> Self:
+        """Make a new repository in a folder that is empty or does not exist yet, and open it.
+
+        Args:
+            path: the folder.
+            block_size: bytes of a block of 2-byte elements, a multiple of 4 KiB; blocks of other dtypes hold
+                as many elements.
+
+        Raises:
+            DestinationError: when the folder holds anything, or cannot be made.
+            UserError: when the block size is out of range.
+        """
+        folder = Path(path).absolute()
+        if block_size % 4096 or not 4096 <= block_size <= 1 << 28:
+            raise UserError(f"a block size of {block_size} bytes: it must be a multiple of 4 KiB up to 256 MiB")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise DestinationError(f"{folder} is not empty: name a new folder for the repository")
+            for name in _FOLDERS:
+                (folder / name).mkdir(mode=0o700)
+        except OSError as error:
+            raise DestinationError(
+                f"{folder} cannot be made into a repository: {error.strerror or error}"
+            ) from error
+        Catalog.create(folder / "catalog").close()
+        config = {
+            "format": FORMAT,
+            "version": VERSION,
+            "hash": "blake3",
+            "block_size": block_size,
+            "block_elements": block_size // 2,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        # Written last: a folder without it is not a repository.
+        LocalBackend(folder).put(CONFIG, json.dumps(config, indent=2).encode() + b"\n")
+        return cls(folder)
+
+    @classmethod
+    def open(cls, path: str | Path, *, readonly: bool = False, sync: bool = True) -> Self:
+        """Open a repository.
+
+        Raises:
+            NotARepositoryError: when the folder is not one.
+            FormatVersionError: when it was made by a newer mergefs.
+        """
+        return cls(path, readonly=readonly, sync=sync)
+
+    def close(self) -> None:
+        """Close the catalog; the object is not usable afterwards."""
+        self.catalog.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- manifests -----------------------------------------------------------------------------------------
+
+    def manifest(self, identity: str) -> Manifest:
+        """Return the manifest with this id.
+
+        Raises:
+            CorruptionError: when its file is missing or damaged.
+        """
+        return self._load_manifest(identity)
+
+    def manifest_ids(self) -> list[str]:
+        """Return the ids of all manifests."""
+        with self.catalog.read() as txn:
+            return [key.hex() for key, _ in txn.items("manifests")]
+
+    def manifest_entry(self, identity: str) -> dict[str, Any]:
+        """Return what the catalog says of a manifest: `time`, and `ingest` or `merge` with that run's figures."""
+        with self.catalog.read() as txn:
+            return get_manifest(txn, identity) or {}
+
+    def manifest_time(self, identity: str) -> float:
+        """Return when a manifest was first committed, in seconds since 1970 (0 when nobody knows)."""
+        return float(self.manifest_entry(identity).get("time", 0.0))
+
+    def publish(
+        self, manifest: Manifest, name: str, lease: Lease, entry: dict[str, Any], extra: Publication | None = None
+    ) -> str | None:
+        """Make a manifest durable, then visible under a name, in one catalog transaction.
+
+        Args:
+            manifest: all its blocks are stored, and protected by `lease`.
+            name: the ref to point at it.
+            entry: what the catalog is to say of it besides its time.
+            extra: further puts for the same transaction.
+
+        Returns:
+            The id of the manifest that the ref named before, or None.
+        """
+        check_ref_name(name)
+        self.backend.put(manifest_name(manifest.id), manifest.encoded)
+
+        def commit(txn: Transaction) -> str | None:
+            put_manifest(txn, manifest.id, entry)
+            for table, key, value in extra or ():
+                txn.put(table, key, value)
+            return put_ref(txn, name, manifest.id)
+
+        return self.catalog.write(commit)
+
+    # -- refs ----------------------------------------------------------------------------------------------
+
+    def refs(self) -> dict[str, str]:
+        """Return the refs: name to manifest id."""
+        return self.catalog.refs()
+
+    def resolve(self, name: str) -> str:
+        """Return the id of the manifest that a ref, an id or an id's prefix (8 digits or more) names.
+
+        Raises:
+            NotFoundError: when there is none, or the prefix fits several.
+        """
+        found = self.catalog.ref(name) if name and len(name.encode()) <= 255 else None
+        if found is not None:
+            return found
+        if is_hex_prefix(name):
+            fits = [identity for identity in self.manifest_ids() if identity.startswith(name)]
+            if len(fits) == 1:
+                return fits[0]
+            if fits:
+                raise NotFoundError(f"'{name}' is the beginning of {len(fits)} manifests' ids: give more digits")
+        raise NotFoundError(f"'{name}' is neither a ref nor a manifest of this repository: 'mergefs ls' shows them")
+
+    def tag(self, name: str, target: str) -> str:
+        """Point a ref at the manifest that `target` names and return the manifest's id.
+
+        Raises:
+            RefNameError: when the name is malformed.
+            NotFoundError: when there is no such manifest.
+        """
+        check_ref_name(name)
+        identity = self.resolve(target)
+
+        def point(txn: Transaction) -> None:
+            if get_manifest(txn, identity) is None:
+                raise NotFoundError(f"manifest {identity} was collected just now")
+            put_ref(txn, name, identity)
+
+        self.catalog.write(point)
+        return identity
+
+    def remove(self, names: Iterable[str]) -> dict[str, str]:
+        """Remove refs, all or none, and return what they named. Blocks go with the next gc.
+
+        Raises:
+            NotFoundError: when one of them does not exist; then none is removed.
+        """
+        wanted = list(dict.fromkeys(names))
+
+        def delete(txn: Transaction) -> dict[str, str]:
+            gone = {}
+            for name in wanted:
+                value = txn.get("refs", name.encode()) if name and len(name.encode()) <= 255 else None
+                if value is None:
+                    raise NotFoundError(f"there is no ref '{name}': 'mergefs ls' shows them")
+                gone[name] = str(json.loads(value)["manifest"])
+            for name in wanted:
+                txn.delete("refs", name.encode())
+            return gone
+
+        return self.catalog.write(delete)
+
+    # -- leases --------------------------------------------------------------------------------------------
+
+    def lease(self, purpose: str, manifests: Iterable[str] = ()) -> Lease:
+        """Claim manifests for this process until the lease is released or the process ends."""
+        return Lease(self.catalog, purpose, manifests)
+
+    # -- inside --------------------------------------------------------------------------------------------
+
+    def _read_manifest(self, identity: str) -> Manifest:
+        try:
+            data = self.backend.get(manifest_name(identity))
+        except FileNotFoundError:
+            raise CorruptionError(f"manifest {identity} is missing from the repository") from None
+        if hex_digest(data) != identity:
+            raise CorruptionError(f"manifest {identity} is damaged: its bytes have another hash")
+        return manifests.decode(data)
+
+    def _sweep_temporary(self) -> None:
+        """Remove what dead processes left half-written."""
+        files = list((self.path / "tmp").iterdir())
+        if not files:
+            return
+        with self.catalog.read() as txn:
+            alive = {lease.id for lease in leases(txn) if lease.alive}
+        for file in files:
+            owner = file.name.partition("-")[0]
+            running = owner in alive or (owner.isdecimal() and Path(f"/proc/{owner}").exists())
+            if not running:
+                file.unlink(missing_ok=True)
+
+
+Publication = list[tuple[str, bytes, bytes]]
+"""Puts for a transaction: table, key, value."""
+
+
+def manifest_name(identity: str) -> str:
+    """Return the object name of a manifest."""
+    return f"manifests/{identity[:2]}/{identity}.json"
+
+
+def plan_name(identity: str) -> str:
+    """Return the object name of a plan."""
+    return f"plans/{identity[:2]}/{identity}.json"
+
+
+def check_ref_name(name: str) -> None:
+    """Check a ref's name: 1 to 200 letters, digits and `._@+-`, not beginning with `.` or `-`.
+
+    Raises:
+        RefNameError: when it is malformed, or could be taken for a manifest's id.
+    """
+    if not name or len(name) > 200 or not set(name) <= _REF_CHARACTERS or name[0] in ".-" or ".." in name:
+        raise RefNameError(
+            f"{name!r} cannot be a name: use up to 200 letters, digits and . _ @ + -, with no .. and beginning"
+            " with a letter or digit"
+        )
+    if is_hex_id(name):
+        raise RefNameError(f"{name!r} cannot be a name: it looks like a manifest's id")
+
+
+def find_repository(start: Path) -> Path:
+    """Return the nearest folder from `start` upwards that is a repository.
+
+    Raises:
+        NotARepositoryError: when there is none.
+    """
+    for folder in (start, *start.parents):
+        if (folder / CONFIG).is_file():
+            return folder
+    raise NotARepositoryError(
+        f"{start} is not inside a mergefs repository: give one with -R DIR or MERGEFS_REPO, or make one with"
+        " 'mergefs init DIR'"
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / CONFIG).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotARepositoryError(
+            f"{path} is not a mergefs repository: 'mergefs init {path}' makes one"
+        ) from None
+    except PermissionError as error:
+        raise NotARepositoryError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise MergefsError(f"{path / CONFIG} is damaged: {error}") from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise NotARepositoryError(f"{path / CONFIG} is not a mergefs repository's")
+    version = config.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise FormatVersionError(
+            f"{path} has format version {version!r}, this mergefs knows up to {VERSION}: upgrade mergefs"
+        )
+    size = config.get("block_elements")
+    if config.get("hash") != "blake3" or type(size) is not int or size < 1:
+        raise MergefsError(f"{path / CONFIG} is damaged: it lacks its hash or block size")
+    return config
+
+
+def is_repository(path: Path) -> bool:
+    """Tell whether a folder is a repository."""
+    return os.path.isfile(path / CONFIG)

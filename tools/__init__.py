@@ -1,0 +1,1 @@
+"""What stands around mergefs: synthetic checkpoints, the demonstration, the test runner."""
