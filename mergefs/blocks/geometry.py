@@ -48,6 +48,17 @@ class Grid:
                 first = (prefix * n + row) * slab
                 yield first, first + min(run, n - row) * slab
 
+    def extent(self, number: int) -> tuple[int, int]:
+        """Return the first and stop element numbers of one block."""
+        if not self.shape:
+            return 0, 1
+        slab = prod(self.shape[self.axis + 1 :])
+        prefix, place = divmod(number, self.counts[self.axis])
+        n, run = self.shape[self.axis], self.block_shape[self.axis]
+        row = place * run
+        first = (prefix * n + row) * slab
+        return first, first + min(run, n - row) * slab
+
     def index(self, coordinates: Sequence[int]) -> int:
         """Return the number of the block at these block coordinates (a Zarr chunk key).
 

@@ -44,6 +44,11 @@ class ReadCounter:
         self._bytes = dict.fromkeys(Kind, 0)
         self._lock = threading.Lock()
 
+    def limit_expert(self, limit: int) -> None:
+        """Set the most expert bytes that may be read, those read already included."""
+        with self._lock:
+            self._limit = limit
+
     def add(self, kind: Kind, size: int) -> None:
         """Count a read that is about to happen.
 

@@ -1,0 +1,66 @@
+"""`derive`: the bytes of one block of a merge, from the plan and the models alone.
+
+The eager engine, a lazy view and anything else that needs a block call this one function; it may run in any
+order, on any thread, any number of times.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mergefs.blocks.floats import from_float, to_float
+from mergefs.dtypes import DTYPES, DType
+from mergefs.hashing import Buffer
+from mergefs.manifest import Tensor
+from mergefs.merge import registry
+from mergefs.merge.method import BlockInputs
+from mergefs.merge.sources import BaseBlock, DeltaIterator, Sources, wants_double
+from mergefs.planner.plan import Plan, TensorPlan
+
+
+def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None = None) -> Buffer:
+    """Return the bytes of block `number` of the merged tensor.
+
+    Args:
+        sources: the plan and its models.
+        tensor: the base's tensor.
+        number: of the block.
+        base: the base's block where the caller has read it already.
+
+    Raises:
+        CorruptionError: when a block that is needed is missing or damaged.
+    """
+    plan = sources.plan
+    base = base or sources.base_block(tensor, number)
+    out = output_dtype(plan, tensor)
+    planned = plan.tensor_by_name.get(tensor.name) or TensorPlan(tensor.name, ())
+    experts = planned.planned(number)
+    if not needs_arithmetic(plan, tensor, experts):
+        return base.raw
+    values = to_float(base.raw, tensor.dtype)
+    if wants_double(sources, tensor, experts):
+        values = values.astype(np.float64)
+    deltas = np.empty((len(experts), values.size), values.dtype)
+    for row, delta in enumerate(DeltaIterator(sources, planned, number, base, values)):
+        deltas[row] = delta
+    first, _ = _extent(sources, tensor, number)
+    merged = registry.method(plan.method).merge(BlockInputs(plan, planned, values, deltas, experts, first))
+    return from_float(merged, out)
+
+
+def output_dtype(plan: Plan, tensor: Tensor) -> DType:
+    """Return the dtype of a merged tensor: the plan's for floats, the base's for everything else."""
+    return DTYPES[plan.dtype] if plan.dtype and tensor.dtype.is_float else tensor.dtype
+
+
+def needs_arithmetic(plan: Plan, tensor: Tensor, experts: tuple[int, ...]) -> bool:
+    """Tell whether a block differs from the base's where these experts are read for it."""
+    if not tensor.dtype.is_float:
+        return False
+    if experts or output_dtype(plan, tensor) is not tensor.dtype:
+        return True
+    return registry.method(plan.method).base_scale(plan) != 1.0
+
+
+def _extent(sources: Sources, tensor: Tensor, number: int) -> tuple[int, int]:
+    return tensor.grid(sources.base.block_elements).extent(number)

@@ -1,0 +1,363 @@
+"""The merge engine: plans, then derives block after block and publishes the result; or publishes it lazy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+
+from mergefs.blocks import codecs
+from mergefs.blocks.codecs import Encoded
+from mergefs.blocks.pack import NO_BASE
+from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
+from mergefs.blocks.writer import BlocksCollectedError, BlockWriter
+from mergefs.catalog.leases import Lease
+from mergefs.dtypes import DTYPES
+from mergefs.errors import UserError
+from mergefs.hashing import digest
+from mergefs.manifest import Blob, Manifest, Tensor
+from mergefs.merge.derive import derive, needs_arithmetic, output_dtype
+from mergefs.merge.lazy import load_plan
+from mergefs.merge.output import Output
+from mergefs.merge.sources import Sources
+from mergefs.pipeline import available_cores, ordered
+from mergefs.planner.plan import Plan, TensorPlan
+from mergefs.planner.resolve import Planned, make_plan
+from mergefs.recipe import Recipe
+from mergefs.store import Store, check_ref_name, plan_name
+
+Progress = Callable[[int, int], None]
+
+DEFAULT_MEMORY = 1 << 30
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Blocks of the merged tensors.
+
+    Attributes:
+        shared: that were stored before the merge.
+        derived: that the merge added.
+        lazy: that will be derived when they are read.
+    """
+
+    shared: int
+    derived: int
+    lazy: int
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge did.
+
+    Attributes:
+        plan, manifest: their ids.
+        ref: the result's name.
+        previous: the id of the manifest that the ref named before, or None.
+        budget_bytes: the budget, or None.
+        expert_raw_bytes: what a naive merge would have read of the experts.
+        read: physical bytes read.
+        written_bytes: bytes added to the repository's packs and manifests.
+        blocks: what became of the tensors' blocks.
+        seconds: wall time, planning included.
+    """
+
+    plan: str
+    manifest: str
+    ref: str
+    previous: str | None
+    budget_bytes: int | None
+    expert_raw_bytes: int
+    read: ReadTotals
+    written_bytes: int
+    blocks: BlockCounts
+    seconds: float
+
+
+def merge(
+    store: Store,
+    recipe: Recipe,
+    name: str,
+    *,
+    budget: str | None = None,
+    seed: int = 0,
+    lazy: bool = False,
+    threads: int | None = None,
+    max_memory: int = DEFAULT_MEMORY,
+    lookup: Callable[[str], str] | None = None,
+    progress: Progress | None = None,
+) -> MergeReport:
+    """Merge models into a new one.
+
+    Args:
+        store: the repository.
+        recipe: what to merge, and how.
+        name: the ref for the result.
+        budget: the most expert bytes to read: `10%` of the experts' raw bytes, `2GiB`, or None for no limit.
+        seed: of random methods.
+        lazy: publish at once; blocks are derived when they are read.
+        threads: how many to work with; all cores by default.
+        max_memory: bytes that the blocks under way may take.
+        lookup: finds a model as the recipe names it; by default `Store.resolve`.
+        progress: told the blocks done and the blocks in all.
+
+    Raises:
+        RecipeError, BudgetError, NotFoundError, RefNameError: see `make_plan`; nothing has changed then.
+        CorruptionError: when a block that is needed is missing or damaged.
+    """
+    check_ref_name(name)
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _merge(store, recipe, name, budget, seed, lazy, threads, max_memory, lookup, progress)
+        except BlocksCollectedError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError
+
+
+def materialize(
+    store: Store,
+    name: str,
+    *,
+    threads: int | None = None,
+    max_memory: int = DEFAULT_MEMORY,
+    progress: Progress | None = None,
+) -> MergeReport:
+    """Derive and store every block of a lazy merge; its ref then names the stored manifest.
+
+    A merge that is not lazy is left as it is.
+
+    Raises:
+        NotFoundError: when there is no ref of that name.
+        UserError: when the model is no merge.
+    """
+    began = time.monotonic()
+    identity = store.resolve(name)
+    check_ref_name(name)
+    manifest = store.manifest(identity)
+    if manifest.lineage.plan is None:
+        raise UserError(f"'{name}' is a checkpoint, not a merge: there is nothing to materialize")
+    plan = load_plan(store, manifest.lineage.plan)
+    counter = ReadCounter(plan.budget)
+    entry = store.manifest_entry(identity)
+    with store.lease("materialize", [identity, plan.base, *plan.experts]):
+        run = _Run(store, plan, counter, threads, max_memory)
+        raw = sum(store.manifest(expert).tensor_bytes for expert in plan.experts)
+        return run.eager(name, began, plan.budget, raw, progress, entry)
+
+
+def _merge(
+    store: Store,
+    recipe: Recipe,
+    name: str,
+    budget: str | None,
+    seed: int,
+    lazy: bool,
+    threads: int | None,
+    max_memory: int,
+    lookup: Callable[[str], str] | None,
+    progress: Progress | None,
+) -> MergeReport:
+    began = time.monotonic()
+    find = lookup or store.resolve
+    models = [find(model) for model in {*recipe.models, *([recipe.base_model] if recipe.base_model else [])}]
+    with store.lease("merge", models):
+        counter = ReadCounter()
+        planned = make_plan(store, recipe, budget=budget, seed=seed, counter=counter, lookup=find)
+        if planned.plan.budget is not None:
+            counter.limit_expert(planned.plan.budget)
+        # The base may be one that the recipe does not name.
+        with store.lease("merge", [planned.plan.base]):
+            store.backend.put(plan_name(planned.plan.id), planned.plan.encoded)
+            run = _Run(store, planned.plan, counter, threads, max_memory)
+            if lazy:
+                return run.lazy(name, began, planned)
+            return run.eager(
+                name, began, planned.budget_bytes, planned.expert_raw_bytes, progress, {}
+            )
+
+
+@dataclass(frozen=True)
+class _Job:
+    tensor: Tensor
+    number: int
+
+
+@dataclass(frozen=True)
+class _Done:
+    job: _Job
+    block: bytes
+    size: int
+    encoded: Encoded | None
+    root: bytes
+
+
+class _Run:
+    """One run of the engine over one plan."""
+
+    def __init__(
+        self, store: Store, plan: Plan, counter: ReadCounter, threads: int | None, max_memory: int
+    ) -> None:
+        self._store = store
+        self._plan = plan
+        self._counter = counter
+        self._base = store.manifest(plan.base)
+        self._reader = BlockReader(store.catalog, store.backend, counter)
+        experts = tuple(store.manifest(expert) for expert in plan.experts)
+        self._sources = Sources(plan, self._base, experts, store.catalog, self._reader)
+        self._threads = _threads_within(max_memory, threads or available_cores(), len(experts), store)
+
+    def lazy(self, name: str, began: float, planned: Planned) -> MergeReport:
+        """Publish the manifest with its derived blocks left open."""
+        blocks: dict[str, tuple[str | None, ...]] = {}
+        shared = open_blocks = 0
+        for tensor in self._base.tensors:
+            mine = tuple(
+                None if self._is_derived(tensor, number) else block for number, block in enumerate(tensor.blocks)
+            )
+            blocks[tensor.name] = mine
+            open_blocks += mine.count(None)
+            shared += len(mine) - mine.count(None)
+        counts = BlockCounts(shared, 0, open_blocks)
+        with ExitStack() as stack:
+            lease = stack.enter_context(self._store.lease("merge"))
+            writer = stack.enter_context(self._writer(lease))
+            manifest = self._output(writer).manifest(blocks)
+            writer.flush()
+            return self._publish(
+                manifest, name, lease, writer, counts, began, planned.budget_bytes, planned.expert_raw_bytes, {}
+            )
+
+    def eager(
+        self,
+        name: str,
+        began: float,
+        budget: int | None,
+        expert_raw_bytes: int,
+        progress: Progress | None,
+        entry: dict[str, object],
+    ) -> MergeReport:
+        """Derive and store every block, then publish."""
+        blocks: dict[str, list[str | None]] = {t.name: list(t.blocks) for t in self._base.tensors}
+        jobs = list(self._jobs())
+        derived = 0
+        with ExitStack() as stack:
+            lease = stack.enter_context(self._store.lease("merge"))
+            writer = stack.enter_context(self._writer(lease))
+            output = self._output(writer)
+            results = ordered(
+                lambda job: self._derive(writer, job),
+                jobs,
+                threads=self._threads,
+                window=2 * self._threads + 2,
+            )
+            for count, done in enumerate(results, start=1):
+                derived += self._keep(writer, done)
+                blocks[done.job.tensor.name][done.job.number] = done.block.hex()
+                if progress:
+                    progress(count, len(jobs))
+            manifest = output.manifest({tensor: tuple(ids) for tensor, ids in blocks.items()})
+            writer.flush()
+            total = sum(len(ids) for ids in blocks.values())
+            counts = BlockCounts(total - derived, derived, 0)
+            return self._publish(manifest, name, lease, writer, counts, began, budget, expert_raw_bytes, entry)
+
+    def _jobs(self) -> Iterator[_Job]:
+        for tensor in self._base.tensors:
+            for number in range(len(tensor.blocks)):
+                if self._is_derived(tensor, number):
+                    yield _Job(tensor, number)
+
+    def _is_derived(self, tensor: Tensor, number: int) -> bool:
+        planned = self._plan.tensor_by_name.get(tensor.name) or TensorPlan(tensor.name, ())
+        return needs_arithmetic(self._plan, tensor, planned.planned(number))
+
+    def _derive(self, writer: BlockWriter, job: _Job) -> _Done:
+        base = self._sources.base_block(job.tensor, job.number)
+        raw = derive(self._sources, job.tensor, job.number, base)
+        block = digest(raw)
+        if writer.known(block):
+            return _Done(job, block, len(raw), None, NO_BASE)
+        dtype = output_dtype(self._plan, job.tensor)
+        if dtype is not job.tensor.dtype:
+            return _Done(job, block, len(raw), codecs.encode(raw, dtype), NO_BASE)
+        # The block that everything here is encoded against: the base's own, or the one that is encoded against.
+        root, root_raw = next(iter(base.known.items()))
+        return _Done(job, block, len(raw), codecs.encode(raw, dtype, root_raw), root)
+
+    def _keep(self, writer: BlockWriter, done: _Done) -> int:
+        if done.encoded is None:
+            writer.reuse(done.block)
+            return 0
+        before = writer.new_blocks
+        dtype = output_dtype(self._plan, done.job.tensor)
+        writer.add(done.block, done.encoded, raw_length=done.size, dtype=dtype.code, base=done.root)
+        return writer.new_blocks - before
+
+    def _writer(self, lease: Lease) -> BlockWriter:
+        store = self._store
+        return BlockWriter(store.catalog, store.backend, store.path / "tmp", lease, sync=store.sync)
+
+    def _output(self, writer: BlockWriter) -> Output:
+        def store_blob(data: bytes) -> Blob:
+            block = digest(data)
+            if writer.known(block):
+                writer.reuse(block)
+            else:
+                u8 = DTYPES["U8"]
+                writer.add(block, codecs.encode(data, u8), raw_length=len(data), dtype=u8.code)
+            return Blob(block.hex(), len(data))
+
+        return Output(self._plan, self._base, self._reader, store_blob)
+
+    def _publish(
+        self,
+        manifest: Manifest,
+        name: str,
+        lease: Lease,
+        writer: BlockWriter,
+        counts: BlockCounts,
+        began: float,
+        budget: int | None,
+        expert_raw_bytes: int,
+        entry: dict[str, object],
+    ) -> MergeReport:
+        with self._store.catalog.read() as txn:
+            known = txn.get("manifests", bytes.fromhex(manifest.id)) is not None
+        written = writer.stored_bytes + (0 if known else len(manifest.encoded))
+        report = MergeReport(
+            self._plan.id,
+            manifest.id,
+            name,
+            None,
+            budget,
+            expert_raw_bytes,
+            self._counter.totals,
+            written,
+            counts,
+            time.monotonic() - began,
+        )
+        figures = {k: v for k, v in asdict(report).items() if k not in ("manifest", "ref", "previous")}
+        previous = self._store.publish(
+            manifest, name, lease, {**entry, "raw_bytes": manifest.raw_bytes, "merge": figures}
+        )
+        return replace(
+            report,
+            previous=None if previous == manifest.id else previous,
+            seconds=time.monotonic() - began,
+        )
+
+
+def _threads_within(max_memory: int, threads: int, experts: int, store: Store) -> int:
+    """Return how many threads keep the blocks under way within the memory limit."""
+    # A block under way: raw and float32 for the base, the result and every expert's delta, one expert's raw
+    # bytes twice, and the encoder's planes and output; float64 tensors count double.
+    element_bytes = 4 * (experts + 3) + 16
+    each = store.block_elements * element_bytes
+    if each > max_memory:
+        raise UserError(
+            f"merging {experts} experts needs {each} bytes for one block: raise --max-memory to at least that"
+        )
+    return max(1, min(threads, max_memory // each))

@@ -1,0 +1,132 @@
+"""Compiled loops of the merge methods over one block. Every function releases the interpreter lock.
+
+Sums over experts are float64 in the order of the experts, so that elections at exact cancellation agree with
+the float64 definition; a result is rounded once, by the caller.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+_jit = numba.njit(nogil=True, cache=True)
+
+
+@_jit
+def combine(base, base_scale, deltas, coefficients, out):
+    """out[i] = base_scale base[i] + sum_k coefficients[k] deltas[k, i].
+
+    Args:
+        base, out: float32[n] or float64[n].
+        deltas: the same dtype, [k, n].
+        coefficients: float64[k].
+    """
+    total = np.empty(2048, np.float64)
+    n = base.size
+    for start in range(0, n, 2048):
+        stop = min(2048, n - start)
+        for i in range(stop):
+            total[i] = 0.0
+        for k in range(coefficients.size):
+            c = coefficients[k]
+            row = deltas[k]
+            for i in range(stop):
+                total[i] += c * np.float64(row[start + i])
+        for i in range(stop):
+            out[start + i] = base_scale * np.float64(base[start + i]) + total[i]
+
+
+@_jit
+def elect(base, deltas, thresholds, weights, normalize, scale, out):
+    """Trim, elect signs, and merge the deltas that agree (TIES, arXiv 2306.01708).
+
+    Args:
+        base, out: float32[n] or float64[n].
+        deltas: the same dtype, [k, n].
+        thresholds: float64[k]; elements of smaller magnitude are trimmed.
+        weights: float64[k].
+        normalize: divide by the sum of the weights that agree (by 1 where that is 0).
+        scale: factor of the merged delta.
+    """
+    n = base.size
+    tile = 1024
+    total = np.empty(tile, np.float64)
+    merged = np.empty(tile, np.float64)
+    divisor = np.empty(tile, np.float64)
+    for start in range(0, n, tile):
+        stop = min(tile, n - start)
+        for i in range(stop):
+            total[i] = 0.0
+            merged[i] = 0.0
+            divisor[i] = 0.0
+        for k in range(weights.size):
+            w = weights[k]
+            limit = thresholds[k]
+            row = deltas[k]
+            for i in range(stop):
+                d = np.float64(row[start + i])
+                total[i] += w * d if abs(d) >= limit else 0.0
+        for k in range(weights.size):
+            w = weights[k]
+            limit = thresholds[k]
+            row = deltas[k]
+            for i in range(stop):
+                d = np.float64(row[start + i])
+                wd = w * d
+                agrees = abs(d) >= limit and ((wd > 0.0) if total[i] >= 0.0 else (wd < 0.0))
+                merged[i] += wd if agrees else 0.0
+                divisor[i] += w if agrees else 0.0
+        for i in range(stop):
+            m = merged[i]
+            if normalize and divisor[i] != 0.0:
+                m /= divisor[i]
+            out[start + i] = np.float64(base[start + i]) + scale * m
+
+
+@_jit
+def drop(delta, first, key0, key1, limit):
+    """Set to zero the elements whose random number is `limit` or more.
+
+    Element number e of the tensor draws lane e mod 4 of Philox4x32-10 (Salmon et al., SC 2011,
+    doi 10.1145/2063384.2063405) with the counter (e div 4 as 64 bits, 0, 0), so that any part of a tensor can
+    be drawn alone.
+
+    Args:
+        delta: float32[n] or float64[n], changed in place.
+        first: number of the first element in its tensor.
+        key0, key1: the 32-bit halves of the key.
+        limit: an integer 0 .. 2**32: the share that is kept, times 2**32.
+    """
+    n = delta.size
+    mask = np.uint64(0xFFFFFFFF)
+    shift = np.uint64(32)
+    lanes = np.empty(4, np.uint64)
+    i = 0
+    while i < n:
+        element = np.uint64(first) + np.uint64(i)
+        counter = element >> np.uint64(2)
+        c0 = counter & mask
+        c1 = counter >> shift
+        c2 = np.uint64(0)
+        c3 = np.uint64(0)
+        k0 = np.uint64(key0)
+        k1 = np.uint64(key1)
+        for _ in range(10):
+            p0 = np.uint64(0xD2511F53) * c0
+            p1 = np.uint64(0xCD9E8D57) * c2
+            c0 = (p1 >> shift) ^ c1 ^ k0
+            c1 = p1 & mask
+            c2 = (p0 >> shift) ^ c3 ^ k1
+            c3 = p0 & mask
+            k0 = (k0 + np.uint64(0x9E3779B9)) & mask
+            k1 = (k1 + np.uint64(0xBB67AE85)) & mask
+        lanes[0] = c0
+        lanes[1] = c1
+        lanes[2] = c2
+        lanes[3] = c3
+        lane = np.int64(element & np.uint64(3))
+        while lane < 4 and i < n:
+            if lanes[lane] >= np.uint64(limit):
+                delta[i] = 0.0
+            lane += 1
+            i += 1

@@ -1,0 +1,61 @@
+"""Deriving the blocks of a lazy manifest when somebody reads them."""
+
+from __future__ import annotations
+
+from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
+from mergefs.errors import CorruptionError
+from mergefs.hashing import Buffer, hex_digest
+from mergefs.manifest import Manifest
+from mergefs.planner import plan as plans
+from mergefs.planner.plan import Plan
+from mergefs.store import Store, plan_name
+
+
+class Deriver:
+    """Derives blocks of one merged manifest. Safe to use from many threads.
+
+    The models that its plan needs are protected by gc through the manifest itself.
+
+    Args:
+        store: the repository.
+        manifest: the lazy manifest.
+        counter: where the bytes are counted.
+
+    Raises:
+        CorruptionError: when the plan or one of its models is missing or damaged.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, counter: ReadCounter) -> None:
+        from mergefs.merge.sources import Sources
+
+        assert manifest.lineage.plan is not None
+        plan = load_plan(store, manifest.lineage.plan)
+        counter.add(Kind.METADATA, len(plan.encoded))
+        self._sources = Sources(
+            plan,
+            store.manifest(plan.base),
+            tuple(store.manifest(expert) for expert in plan.experts),
+            store.catalog,
+            BlockReader(store.catalog, store.backend, counter),
+        )
+
+    def block(self, tensor: str, number: int) -> Buffer:
+        """Return the bytes of a block of the merged tensor."""
+        from mergefs.merge.derive import derive
+
+        return derive(self._sources, self._sources.base.tensor_by_name[tensor], number)
+
+
+def load_plan(store: Store, identity: str) -> Plan:
+    """Return a stored plan.
+
+    Raises:
+        CorruptionError: when it is missing or damaged.
+    """
+    try:
+        data = store.backend.get(plan_name(identity))
+    except FileNotFoundError:
+        raise CorruptionError(f"plan {identity} is missing from the repository") from None
+    if hex_digest(data) != identity:
+        raise CorruptionError(f"plan {identity} is damaged: its bytes have another hash")
+    return plans.decode(data)

@@ -1,0 +1,59 @@
+"""Weighted averages of models, and of deltas: `linear` (model soups, arXiv 2203.05482) and `task_arithmetic`
+(arXiv 2212.04089)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergefs.merge.method import BlockInputs, Method
+from mergefs.planner.plan import Plan
+
+
+def combine(inputs: BlockInputs, base_scale: float, coefficients: tuple[float, ...]) -> NDArray[Any]:
+    """Return base_scale * base + the sum of coefficient * delta, with float64 sums."""
+    from mergefs.merge import kernels
+
+    chosen = np.array([coefficients[e] for e in inputs.experts], np.float64)
+    out = np.empty_like(inputs.base)
+    kernels.combine(inputs.base, base_scale, inputs.deltas, chosen, out)
+    return out
+
+
+class Linear(Method):
+    """sum w_i x_i, divided by sum w_i when `normalize`. With x_i = base + d_i this is a sum of deltas, so
+    that an average is exact whatever lies between base and experts."""
+
+    name = "linear"
+
+    def base_scale(self, plan: Plan) -> float:
+        """See `Method.base_scale`."""
+        return 1.0 if plan.settings["normalize"] else sum(plan.weights)
+
+    def importance(self, plan: Plan) -> tuple[float, ...]:
+        """See `Method.importance`: here it is the coefficient itself."""
+        divisor = sum(plan.weights) if plan.settings["normalize"] else 1.0
+        return tuple(w / divisor for w in plan.weights)
+
+    def merge(self, inputs: BlockInputs) -> NDArray[Any]:
+        """See `Method.merge`."""
+        return combine(inputs, self.base_scale(inputs.plan), self.importance(inputs.plan))
+
+
+class TaskArithmetic(Method):
+    """base + lambda * sum w_i d_i, the sum divided by sum w_i when `normalize`."""
+
+    name = "task_arithmetic"
+
+    def importance(self, plan: Plan) -> tuple[float, ...]:
+        """See `Method.importance`: here it is the coefficient itself."""
+        total = sum(plan.weights)
+        # A sum of weights near zero is not divided by, as mergekit has it.
+        divisor = total if plan.settings["normalize"] and abs(total) >= 1e-8 else 1.0
+        return tuple(float(plan.settings["lambda"]) * w / divisor for w in plan.weights)
+
+    def merge(self, inputs: BlockInputs) -> NDArray[Any]:
+        """See `Method.merge`."""
+        return combine(inputs, 1.0, self.importance(inputs.plan))

@@ -1,0 +1,50 @@
+"""What a merge method is: a pure function of a base block, the experts' deltas there, and a plan's numbers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from mergefs.planner.plan import Plan, TensorPlan
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """All that a method may look at.
+
+    Attributes:
+        plan, tensor: the numbers.
+        base: float32[n] (float64[n] where a float64 tensor is involved): the base's elements.
+        deltas: [k, n] of the same dtype: expert minus base, of the experts that the plan reads here.
+        experts: which experts those are.
+        first: the number of the block's first element in its tensor.
+    """
+
+    plan: Plan
+    tensor: TensorPlan
+    base: NDArray[Any]
+    deltas: NDArray[Any]
+    experts: tuple[int, ...]
+    first: int
+
+
+class Method(ABC):
+    """A merge method. Instances hold no state."""
+
+    name: str
+
+    @abstractmethod
+    def merge(self, inputs: BlockInputs) -> NDArray[Any]:
+        """Return the merged elements, [n] of the base's dtype, unrounded. May overwrite the deltas."""
+
+    def base_scale(self, plan: Plan) -> float:
+        """Return the factor of the base's elements: 1 unless the method is an unnormalised average."""
+        return 1.0
+
+    def importance(self, plan: Plan) -> tuple[float, ...]:
+        """Return for each expert the factor by which its delta enters the result, as far as that is known
+        beforehand; the planner weighs what it reads by it."""
+        return tuple(w * float(plan.settings.get("lambda", 1.0)) for w in plan.weights)

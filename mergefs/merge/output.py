@@ -1,0 +1,120 @@
+"""The files of a merged model: the base's, with its weights replaced and what does not apply left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from mergefs.blocks.reader import BlockReader, Kind
+from mergefs.checkpoint.safetensors import build_header
+from mergefs.errors import CorruptionError
+from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData
+from mergefs.merge.derive import output_dtype
+from mergefs.planner.plan import Plan
+
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".gguf", ".h5", ".msgpack", ".ot")
+_WEIGHT_INDEX = "model.safetensors.index.json"
+_NOT_CARRIED = ("README.md", ".gitattributes")
+
+StoreBlob = Callable[[bytes], Blob]
+"""Stores bytes and returns their segment."""
+
+
+class Output:
+    """The skeleton of the merged model's manifest.
+
+    Args:
+        plan: of the merge.
+        base: the manifest whose files are followed.
+        reader: for the small files that have to be rewritten.
+        store_blob: called for those that are.
+    """
+
+    def __init__(self, plan: Plan, base: Manifest, reader: BlockReader, store_blob: StoreBlob) -> None:
+        self._plan = plan
+        self._base = base
+        self._reader = reader
+        self._store_blob = store_blob
+        self.retyped = any(output_dtype(plan, t) is not t.dtype for t in base.tensors)
+
+    def manifest(self, blocks: dict[str, tuple[str | None, ...]]) -> Manifest:
+        """Return the merged model's manifest.
+
+        Args:
+            blocks: the block ids of every tensor (None where they are derived on demand).
+        """
+        tensors = tuple(
+            Tensor(t.name, output_dtype(self._plan, t), t.shape, blocks[t.name]) for t in self._base.tensors
+        )
+        by_name = {tensor.name: tensor for tensor in tensors}
+        files = [self._file(file, by_name) for file in self._base.files if _is_carried(file)]
+        lineage = Lineage("merge", self._plan.id, self._plan.base, self._plan.experts)
+        return Manifest(self._base.block_elements, tuple(files), tensors, lineage)
+
+    def _file(self, file: FileRecipe, tensors: dict[str, Tensor]) -> FileRecipe:
+        names = [s.tensor for s in file.segments if isinstance(s, TensorData)]
+        if names or _is_weights(file):
+            return self._weights(file, [tensors[name] for name in names])
+        if self.retyped and file.path == "config.json":
+            return self._rewritten(file, self._retype_config)
+        if self.retyped and file.path == _WEIGHT_INDEX:
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            return self._rewritten(file, lambda index: _set_total_size(index, size))
+        return file
+
+    def _weights(self, file: FileRecipe, tensors: list[Tensor]) -> FileRecipe:
+        if not self.retyped:
+            return FileRecipe(file.path, file.size, None if tensors else file.sha256, file.segments)
+        old = self._content(FileRecipe(file.path, 0, None, tuple(_blobs(file))))
+        try:
+            metadata = json.loads(old[8:]).get("__metadata__")
+        except ValueError as error:
+            raise CorruptionError(f"the header of '{file.path}' is damaged: {error}") from error
+        header = build_header([(t.name, t.dtype, t.shape) for t in tensors], metadata)
+        size = len(header) + sum(tensor.nbytes for tensor in tensors)
+        # An empty tensor comes first among those that begin where it does; the others keep their order.
+        segments = (self._store_blob(header), *(TensorData(t.name) for t in tensors))
+        return FileRecipe(file.path, size, None, segments)
+
+    def _rewritten(self, file: FileRecipe, change: Callable[[dict[str, Any]], None]) -> FileRecipe:
+        try:
+            value = json.loads(self._content(file))
+            change(value)
+        except (ValueError, AttributeError, TypeError):
+            return file  # not what transformers would write: left alone
+        data = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+        return FileRecipe(file.path, len(data), None, (self._store_blob(data),))
+
+    def _retype_config(self, config: dict[str, Any]) -> None:
+        assert self._plan.dtype is not None
+        name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[self._plan.dtype]
+        for key in [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]:
+            config[key] = name
+
+    def _content(self, file: FileRecipe) -> bytes:
+        return b"".join(
+            bytes(self._reader.read(bytes.fromhex(blob.block), Kind.METADATA)) for blob in _blobs(file)
+        )
+
+
+def _blobs(file: FileRecipe) -> list[Blob]:
+    return [segment for segment in file.segments if isinstance(segment, Blob)]
+
+
+def _is_weights(file: FileRecipe) -> bool:
+    return any(isinstance(segment, TensorData) for segment in file.segments)
+
+
+def _is_carried(file: FileRecipe) -> bool:
+    """Tell whether a file of the base belongs to the merge: not its model card, nor other forms of its weights."""
+    if _is_weights(file) or ("/" not in file.path and file.path.endswith(".safetensors")):
+        return True
+    name = file.path.rpartition("/")[2]
+    if name in _NOT_CARRIED or name.endswith(_OTHER_WEIGHTS):
+        return False
+    return not name.endswith(".index.json") or file.path == _WEIGHT_INDEX
+
+
+def _set_total_size(index: dict[str, Any], size: int) -> None:
+    index["metadata"]["total_size"] = size

@@ -1,0 +1,24 @@
+"""The merge methods by name."""
+
+from __future__ import annotations
+
+from mergefs.errors import RecipeError
+from mergefs.merge.dare import DareLinear, DareTies
+from mergefs.merge.linear import Linear, TaskArithmetic
+from mergefs.merge.method import Method
+from mergefs.merge.ties import Ties
+
+_METHODS: dict[str, Method] = {
+    method.name: method for method in (Linear(), TaskArithmetic(), Ties(), DareLinear(), DareTies())
+}
+
+
+def method(name: str) -> Method:
+    """Return a method.
+
+    Raises:
+        RecipeError: when this mergefs has none of that name.
+    """
+    if name not in _METHODS:
+        raise RecipeError(f"this mergefs has no merge method '{name}'")
+    return _METHODS[name]

@@ -1,0 +1,124 @@
+"""Where `derive` gets its inputs: the base's blocks, and the experts' deltas that a plan holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergefs.blocks.floats import to_float
+from mergefs.blocks.reader import BlockReader, Kind
+from mergefs.catalog.tables import Catalog
+from mergefs.dtypes import DType
+from mergefs.errors import CorruptionError
+from mergefs.hashing import Buffer
+from mergefs.manifest import Manifest, Tensor
+from mergefs.planner.plan import Plan, TensorPlan
+
+
+@dataclass(frozen=True)
+class BaseBlock:
+    """A block of the base, with what is needed to decode deltas against it.
+
+    Attributes:
+        raw: its bytes.
+        known: the bytes of this block, and of the one that it is encoded against, by id.
+    """
+
+    raw: Buffer
+    known: dict[bytes, Buffer]
+
+
+class Sources:
+    """The models of a plan, opened for reading. Safe to use from many threads.
+
+    Args:
+        plan: what is to be merged.
+        base: the base's manifest.
+        experts: the experts' manifests, in the plan's order.
+        catalog, reader: of the repository; the reader counts.
+    """
+
+    def __init__(
+        self, plan: Plan, base: Manifest, experts: tuple[Manifest, ...], catalog: Catalog, reader: BlockReader
+    ) -> None:
+        self.plan = plan
+        self.base = base
+        self.experts = experts
+        self._catalog = catalog
+        self._reader = reader
+        # A recipe without a base measures deltas from its first model, whose bytes are then expert bytes.
+        self._base_kind = Kind.EXPERT if plan.base in plan.experts else Kind.BASE
+
+    def base_block(self, tensor: Tensor, number: int) -> BaseBlock:
+        """Read a block of the base.
+
+        Raises:
+            CorruptionError: see `BlockReader.read`.
+        """
+        identity = _block_id(tensor, number)
+        known: dict[bytes, Buffer] = {}
+        location = self._catalog.locate(identity)
+        if location is not None and any(location.record.base):
+            root = location.record.base
+            known[root] = self._reader.read(root, self._base_kind)
+        known[identity] = raw = self._reader.read(identity, self._base_kind, known)
+        return BaseBlock(raw, known)
+
+    def expert_block(self, expert: int, tensor: str, number: int, base: BaseBlock) -> tuple[Buffer, DType]:
+        """Read a block of an expert.
+
+        Raises:
+            BudgetExceededError: when the plan's budget is used up: the plan is wrong.
+            CorruptionError: see `BlockReader.read`.
+        """
+        found = self.experts[expert].tensor_by_name[tensor]
+        return self._reader.read(_block_id(found, number), Kind.EXPERT, base.known), found.dtype
+
+
+class DeltaIterator:
+    """Yields the planned deltas of one block, expert by expert in the plan's order.
+
+    It reads only experts whose depth in the plan is not 0: no other expert can be reached through it.
+
+    Args:
+        sources: the models.
+        tensor, number: which block.
+        base: the base's block at that place, and its values as float32[n] (or float64[n]).
+    """
+
+    def __init__(
+        self, sources: Sources, tensor: TensorPlan, number: int, base: BaseBlock, values: NDArray[Any]
+    ) -> None:
+        self._sources = sources
+        self._tensor = tensor
+        self._number = number
+        self._base = base
+        self._values = values
+        self.experts = tensor.planned(number)
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        """Yield expert minus base, [n] of the base values' dtype, for each of `experts`."""
+        for expert in self.experts:
+            raw, dtype = self._sources.expert_block(expert, self._tensor.name, self._number, self._base)
+            yield np.subtract(to_float(raw, dtype), self._values, dtype=self._values.dtype)
+
+
+def wants_double(sources: Sources, tensor: Tensor, experts: tuple[int, ...]) -> bool:
+    """Tell whether a tensor is to be computed in float64 because one of its models has it so."""
+    return tensor.dtype.name == "F64" or any(
+        sources.experts[e].tensor_by_name[tensor.name].dtype.name == "F64" for e in experts
+    )
+
+
+def _block_id(tensor: Tensor, number: int) -> bytes:
+    block = tensor.blocks[number]
+    if block is None:
+        raise CorruptionError(f"tensor '{tensor.name}' has a block that was never materialized")
+    return bytes.fromhex(block)

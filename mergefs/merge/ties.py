@@ -1,0 +1,42 @@
+"""TIES: trim, elect sign, merge (arXiv 2306.01708)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergefs.merge.method import BlockInputs, Method
+
+
+def elect(inputs: BlockInputs, weights: tuple[float, ...], thresholds: tuple[float, ...]) -> NDArray[Any]:
+    """Return base + lambda * the weighted deltas whose sign is that of their sum (positive when it is 0).
+
+    With `normalize` they are divided by the sum of the weights that took part.
+    """
+    from mergefs.merge import kernels
+
+    out = np.empty_like(inputs.base)
+    settings = inputs.plan.settings
+    kernels.elect(
+        inputs.base,
+        inputs.deltas,
+        np.array([thresholds[e] if thresholds else 0.0 for e in inputs.experts], np.float64),
+        np.array([weights[e] for e in inputs.experts], np.float64),
+        bool(settings["normalize"]),
+        float(settings["lambda"]),
+        out,
+    )
+    return out
+
+
+class Ties(Method):
+    """Deltas are trimmed below the magnitude that leaves `density` of the tensor's elements (at least one);
+    elements equal to that magnitude are all kept."""
+
+    name = "ties"
+
+    def merge(self, inputs: BlockInputs) -> NDArray[Any]:
+        """See `Method.merge`."""
+        return elect(inputs, inputs.plan.weights, inputs.tensor.thresholds)

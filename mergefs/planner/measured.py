@@ -1,0 +1,120 @@
+"""The statistics that a plan needs: from the catalog, or measured once by reading the models, and then kept."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mergefs.blocks.floats import to_float
+from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
+from mergefs.errors import BudgetError
+from mergefs.manifest import Tensor
+from mergefs.statistics import (
+    Collector,
+    TensorStatistics,
+    bin_value,
+    load,
+    measure_block,
+    statistics_key,
+    unchanged_block,
+)
+from mergefs.store import Store
+
+
+class Measurer:
+    """Statistics of some experts against a base.
+
+    Args:
+        store: the repository.
+        base, experts: manifest ids.
+        counter: where bytes are counted that have to be read because the catalog does not know.
+        may_read: whether they may be; False under a budget, where what is unknown is estimated or refused.
+    """
+
+    def __init__(
+        self, store: Store, base: str, experts: tuple[str, ...], counter: ReadCounter, *, may_read: bool
+    ) -> None:
+        self._store = store
+        self._base = base
+        self._experts = experts
+        self._reader = BlockReader(store.catalog, store.backend, counter)
+        self._may_read = may_read
+        self._known: dict[str, dict[str, TensorStatistics]] = {}
+
+    def statistics(self, expert: int, tensor: str) -> TensorStatistics:
+        """Return the statistics of one tensor of an expert.
+
+        Raises:
+            BudgetError: when the catalog has none and nothing may be read.
+        """
+        identity = self._experts[expert]
+        if identity not in self._known:
+            manifest = self._store.manifest(identity)
+            with self._store.catalog.read() as txn:
+                self._known[identity] = load(txn, identity, self._base, manifest.tensor_by_name)
+        known = self._known[identity]
+        if tensor not in known:
+            if not self._may_read:
+                raise BudgetError(
+                    f"the repository has no statistics of {identity[:12]} against the base {self._base[:12]}, which a"
+                    " budget needs: ingest that expert's checkpoint again with --base (nothing is stored twice)"
+                )
+            known[tensor] = self._measure(identity, tensor)
+        return known[tensor]
+
+    def threshold(self, expert: int, tensor: Tensor, rank: int) -> float:
+        """Return the magnitude of the `rank`-th largest |delta| of a tensor: exact, or, under a budget where the
+        catalog does not know it, the lower end of its histogram bin (less than 1 % too low)."""
+        statistics = self.statistics(expert, tensor.name)
+        exact = statistics.threshold(rank)
+        if exact is not None:
+            return exact
+        where = statistics.bin_of_rank(rank)
+        assert where is not None
+        identity = self._experts[expert]
+        key = statistics_key(identity, self._base, tensor.name) + rank.to_bytes(8, "big")
+        with self._store.catalog.read() as txn:
+            kept = txn.get("thresholds", key)
+        if kept is not None:
+            return float(np.frombuffer(kept, "<f4")[0])
+        if not self._may_read:
+            return bin_value(int(statistics.bins[where[0]]))
+        found = self._search(identity, tensor.name, int(statistics.bins[where[0]]), where[1])
+        self._store.catalog.write(lambda txn: txn.put("thresholds", key, found.tobytes()))
+        return float(found)
+
+    def _measure(self, identity: str, name: str) -> TensorStatistics:
+        tensor = self._store.manifest(identity).tensor_by_name[name]
+        twin = self._store.manifest(self._base).tensor_by_name[name]
+        collector = Collector(tensor.elements)
+        for number, (first, stop) in enumerate(tensor.grid(self._store.block_elements).elements()):
+            if tensor.blocks[number] == twin.blocks[number] and tensor.dtype is twin.dtype:
+                collector.add(unchanged_block(stop - first))
+            else:
+                collector.add(measure_block(*self._pair(tensor, twin, number), first, 0))
+        found = collector.finish()
+        key = statistics_key(identity, self._base, name)
+        self._store.catalog.write(lambda txn: txn.put("statistics", key, found.encode()))
+        return found
+
+    def _search(self, identity: str, name: str, index: int, rank: int) -> np.float32:
+        """Return the `rank`-th largest magnitude among those of one histogram bin, by reading the tensor."""
+        tensor = self._store.manifest(identity).tensor_by_name[name]
+        twin = self._store.manifest(self._base).tensor_by_name[name]
+        inside = []
+        for number in range(len(tensor.blocks)):
+            if tensor.blocks[number] == twin.blocks[number] and tensor.dtype is twin.dtype:
+                continue
+            expert, base = self._pair(tensor, twin, number)
+            bits = np.abs(expert.astype(np.float32) - base.astype(np.float32)).view(np.uint32)
+            inside.append(bits[bits >> 16 == index])
+        values = np.sort(np.concatenate(inside))
+        return np.float32(values[len(values) - rank : len(values) - rank + 1].view(np.float32)[0])
+
+    def _pair(self, tensor: Tensor, twin: Tensor, number: int):  # type: ignore[no-untyped-def]
+        base_block, block = twin.blocks[number], tensor.blocks[number]
+        assert base_block is not None
+        assert block is not None
+        base_id = bytes.fromhex(base_block)
+        base = self._reader.read(base_id, Kind.BASE)
+        expert = self._reader.read(bytes.fromhex(block), Kind.EXPERT, {base_id: base})
+        return to_float(expert, tensor.dtype), to_float(base, twin.dtype)

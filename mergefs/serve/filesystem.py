@@ -1,0 +1,348 @@
+"""The repository as an fsspec file system: `mergefs://NAME/model.safetensors`, read only.
+
+The first part of a path is a ref, a manifest's id or its beginning; the rest is a file's path in the model.
+The root lists the refs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from fsspec import AbstractFileSystem
+from fsspec.spec import AbstractBufferedFile, make_instance
+from fsspec.utils import tokenize
+
+from mergefs.errors import NotFoundError
+from mergefs.hashing import hex_digest
+from mergefs.manifest import FileRecipe, Manifest
+from mergefs.serve.view import View, known_sha256
+from mergefs.store import Store, find_repository
+
+REPOSITORY_VARIABLE = "MERGEFS_REPO"
+IDLE_VIEWS = 4
+CACHE_BYTES_PER_VIEW = 64 << 20
+
+
+class _Surroundings:
+    """What decides which repository is meant where none, or a relative path, is given."""
+
+    def __get__(self, instance: object, owner: type) -> tuple[str | None, str]:
+        return os.environ.get(REPOSITORY_VARIABLE), os.getcwd()
+
+
+class MergefsFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """Models as folders of files.
+
+    A file that is open keeps the manifest that its ref named when it was opened. Models that were read lately
+    stay leased, so that gc leaves them alone: up to four of them in a process, until `close` or its end.
+
+    Args:
+        repo: the repository's folder; by default that of MERGEFS_REPO, or the nearest one from the current
+            folder upwards.
+
+    Raises:
+        NotARepositoryError: when there is none.
+    """
+
+    protocol = "mergefs"
+    root_marker = ""
+    # An instance is used again only where the same repository is meant.
+    _surroundings = _Surroundings()
+    _extra_tokenize_attributes = ("_surroundings",)
+
+    def __init__(self, repo: str | os.PathLike[str] | None = None, **storage_options: Any) -> None:
+        super().__init__(repo=repo, **storage_options)
+        given = repo or os.environ.get(REPOSITORY_VARIABLE)
+        self.repo = Path(given).expanduser().absolute() if given else find_repository(Path.cwd())
+
+    def __reduce__(self) -> Any:
+        # Another process may have other surroundings.
+        return make_instance, (type(self), (), {**self.storage_options, "repo": str(self.repo)})
+
+    @property
+    def fsid(self) -> str:
+        """The same for every file system on the same repository."""
+        return f"{self.protocol}_{tokenize(str(self.repo))}"
+
+    def close(self) -> None:
+        """Give back the leases of models that no file is open in. The file system can still be used."""
+        self._models.close_idle()
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        """List a folder: of the root the refs, of a model its files and folders; of a file itself.
+
+        Raises:
+            FileNotFoundError: when there is nothing at `path`.
+        """
+        path = self._strip_protocol(path)
+        found = [self._model_info(name, name, manifest) for name, manifest in self._refs()] if not path else None
+        if found is None:
+            own = self.info(path)
+            found = [own] if own["type"] == "file" else list(self._children(path))
+        return found if detail else [entry["name"] for entry in found]
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """Describe what is at `path`: name, size, type; in a model also manifest and created; for a file its
+        sha256 (None where nobody has computed it yet).
+
+        Raises:
+            FileNotFoundError: when there is nothing.
+        """
+        path = self._strip_protocol(path)
+        if not path:
+            return {"name": "", "size": 0, "type": "directory"}
+        name, inside = _split(path)
+        manifest = self._manifest(name)
+        file = manifest.file_by_path.get(inside)
+        if file is not None:
+            return self._file_info(path, manifest, file)
+        if inside and not any(known.startswith(f"{inside}/") for known in manifest.file_by_path):
+            raise FileNotFoundError(errno.ENOENT, f"the model '{name}' has no file '{inside}'", path)
+        return self._model_info(path, name, manifest.id)
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """Tell whether there is anything at `path`."""
+        try:
+            self.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        """Return a file's bytes from `start` to `end`, which count from the file's end where negative.
+
+        Raises:
+            FileNotFoundError: when there is no such file.
+            CorruptionError: when a block is missing or damaged.
+        """
+        info = self._readable(path)
+        first, stop, _ = slice(start, end).indices(info["size"])
+        with self._models.using(info["manifest"]) as view:
+            return view.read(_split(info["name"])[1], first, max(0, stop - first))
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> MergefsFile:
+        if mode != "rb":
+            self._refuse(path)
+        kwargs.pop("autocommit", None)
+        kwargs.pop("size", None)
+        return MergefsFile(self, self._models, self._readable(path), block_size=block_size, **kwargs)
+
+    def ukey(self, path: str) -> str:
+        """Return what changes when the contents at `path` change: a ref's does when it is moved."""
+        info = self.info(path)
+        if not info["name"]:
+            return hex_digest(repr(sorted(self._refs())).encode())
+        return hex_digest(f"{info['manifest']}\0{_split(info['name'])[1]}".encode())
+
+    def checksum(self, path: str) -> int:
+        """Return `ukey` as a number."""
+        return int(self.ukey(path), 16)
+
+    def created(self, path: str) -> datetime:
+        """Return when the model that `path` is in was first committed; of the root, when the newest was.
+
+        Raises:
+            FileNotFoundError: when there is nothing at `path`.
+        """
+        info = self.info(path)
+        if "created" in info:
+            return _time(info["created"])
+        return _time(max((self._store.manifest_time(manifest) for _, manifest in self._refs()), default=0.0))
+
+    def modified(self, path: str) -> datetime:
+        """Return the same as `created`: models do not change."""
+        return self.created(path)
+
+    # -- writing is refused --------------------------------------------------------------------------------
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        path = args[0] if args else kwargs.get("path", "")
+        raise OSError(errno.EROFS, "a mergefs repository is read only here: 'mergefs ingest' adds models", path)
+
+    mkdir = makedirs = rmdir = rm = rm_file = _rm = cp_file = mv = put_file = pipe_file = touch = _refuse
+
+    def put(self, lpath: Any, rpath: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            OSError: always.
+        """
+        self._refuse(rpath)
+
+    def copy(self, path1: Any, path2: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            OSError: always.
+        """
+        self._refuse(path2)
+
+    # -- inside --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        found = super()._strip_protocol(path)
+        return found if isinstance(found, list) else found.lstrip("/")
+
+    @property
+    def _models(self) -> _Models:
+        return _models(self.repo)
+
+    @property
+    def _store(self) -> Store:
+        return self._models.store
+
+    def _refs(self) -> list[tuple[str, str]]:
+        return list(self._store.refs().items())
+
+    def _manifest(self, name: str) -> Manifest:
+        try:
+            return self._store.manifest(self._store.resolve(name))
+        except NotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, str(error), name) from error
+
+    def _readable(self, path: str) -> dict[str, Any]:
+        info = self.info(path)
+        if info["type"] != "file":
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        return info
+
+    def _children(self, path: str) -> Iterator[dict[str, Any]]:
+        name, inside = _split(path)
+        manifest = self._manifest(name)
+        below = f"{inside}/" if inside else ""
+        folders = set()
+        for file in manifest.files:
+            if not file.path.startswith(below):
+                continue
+            first, slash, _ = file.path[len(below) :].partition("/")
+            if not slash:
+                yield self._file_info(f"{path}/{first}", manifest, file)
+            elif first not in folders:
+                folders.add(first)
+                yield self._model_info(f"{path}/{first}", name, manifest.id)
+
+    def _model_info(self, path: str, name: str, manifest: str) -> dict[str, Any]:
+        created = self._store.manifest_time(manifest)
+        return {"name": path, "size": 0, "type": "directory", "manifest": manifest, "created": created}
+
+    def _file_info(self, path: str, manifest: Manifest, file: FileRecipe) -> dict[str, Any]:
+        return {
+            "name": path,
+            "size": file.size,
+            "type": "file",
+            "manifest": manifest.id,
+            "created": self._store.manifest_time(manifest.id),
+            "sha256": file.sha256 or known_sha256(self._store, manifest.id, file.path),
+        }
+
+
+class MergefsFile(AbstractBufferedFile):  # type: ignore[misc]
+    """A file that is open for reading; its model is leased until it is closed."""
+
+    def __init__(
+        self, fs: MergefsFileSystem, models: _Models, info: dict[str, Any], cache_type: str = "none", **kwargs: Any
+    ) -> None:
+        self._models = models
+        self._manifest: str = info["manifest"]
+        self._inside = _split(info["name"])[1]
+        self._view = models.acquire(self._manifest)
+        # The view keeps decoded blocks itself, so that a buffer here would only hold them twice.
+        super().__init__(fs, info["name"], "rb", cache_type=cache_type, size=info["size"], **kwargs)
+        self._details = info
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self._view.read(self._inside, start, end - start)
+
+    def close(self) -> None:
+        """Close the file."""
+        if not self.closed:
+            self._models.release(self._manifest)
+        super().close()
+
+    def __reduce__(self) -> Any:
+        # Opened again, it has to be the same file even when the ref has moved.
+        function, (fs, _, *rest) = super().__reduce__()
+        return function, (fs, f"{self._manifest}/{self._inside}", *rest)
+
+
+class _Models:
+    """The views of one repository that this process has open, whoever uses them. Safe for many threads."""
+
+    _all: ClassVar[dict[tuple[int, Path], _Models]] = {}
+
+    def __init__(self, path: Path) -> None:
+        self.store = Store.open(path)
+        # A file that is forgotten is closed by the garbage collector, in any thread at any moment: so the lock
+        # can be taken twice, and `release` does nothing but count.
+        self._lock = threading.RLock()
+        self._views: OrderedDict[str, View] = OrderedDict()
+        self._users: Counter[str] = Counter()
+
+    def acquire(self, manifest: str) -> View:
+        """Return a manifest's view, which stays open until `release`."""
+        with self._lock:
+            if manifest not in self._views:
+                self._close_idle(IDLE_VIEWS - 1)
+                self._views[manifest] = View(
+                    self.store, manifest, cache_bytes=CACHE_BYTES_PER_VIEW, purpose="fsspec"
+                )
+            self._views.move_to_end(manifest)
+            self._users[manifest] += 1
+            return self._views[manifest]
+
+    def release(self, manifest: str) -> None:
+        """Say that a view is not used any more."""
+        with self._lock:
+            self._users[manifest] -= 1
+
+    @contextmanager
+    def using(self, manifest: str) -> Iterator[View]:
+        """Use a manifest's view for the length of the block."""
+        view = self.acquire(manifest)
+        try:
+            yield view
+        finally:
+            self.release(manifest)
+
+    def close_idle(self) -> None:
+        """Close every view that nobody uses."""
+        with self._lock:
+            self._close_idle(0)
+
+    def _close_idle(self, keep: int) -> None:
+        idle = [manifest for manifest in self._views if not self._users[manifest]]
+        for manifest in idle[: len(idle) - keep] if keep else idle:
+            self._views.pop(manifest).close()
+            del self._users[manifest]
+
+
+_models_lock = threading.Lock()
+
+
+def _models(path: Path) -> _Models:
+    key = os.getpid(), path
+    with _models_lock:
+        found = _Models._all.get(key)
+        if found is None:
+            found = _Models._all[key] = _Models(path)
+        return found
+
+
+def _split(path: str) -> tuple[str, str]:
+    name, _, inside = path.partition("/")
+    return name, inside
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
