@@ -221,9 +221,7 @@ def measure(size: int, runs: int, readahead_kib: int, wait_us: int) -> None:
 
 def main() -> None:
     """Measure, or serve one binding when called back with --serve."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-mib", type=int, default=1024)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--readahead-kib", type=int, default=0, help="the mount's readahead (0: leave it)")

@@ -23,9 +23,7 @@ def encode(value: Json) -> bytes:
         MergefsError: for a float, an integer beyond 2**53 - 1, a key that is not a string, a lone surrogate.
     """
     try:
-        return json.dumps(
-            _ordered(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False
-        ).encode("utf-8")
+        return json.dumps(_ordered(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise MergefsError(f"a string with a lone surrogate has no canonical form: {error}") from error
 

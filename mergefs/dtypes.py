@@ -38,7 +38,8 @@ class DType:
         if self.numpy_name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
             import ml_dtypes
 
-            return np.dtype(getattr(ml_dtypes, self.numpy_name))
+            found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.numpy_name))
+            return found
         return np.dtype(self.numpy_name)
 
     @property

@@ -19,7 +19,6 @@ from mergefs.blocks.geometry import grid
 from mergefs.blocks.pack import NO_BASE
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.blocks.writer import BlocksCollectedError, BlockWriter
-from mergefs.catalog.leases import Lease
 from mergefs.checkpoint.directory import Checkpoint, CheckpointFile, open_checkpoint
 from mergefs.checkpoint.safetensors import TensorEntry
 from mergefs.dtypes import DTYPES, DType
@@ -175,14 +174,13 @@ def _ingest(
                 progress(done_bytes, total)
         writer.flush()
         manifest = gathered.manifest(store.block_elements)
-        return _publish(store, manifest, name, lease, gathered, base_id, total, writer, began)
+        return _publish(store, manifest, name, gathered, base_id, total, writer, began)
 
 
 def _publish(
     store: Store,
     manifest: Manifest,
     name: str,
-    lease: Lease,
     gathered: _Gathered,
     base_id: str | None,
     raw_bytes: int,
@@ -200,7 +198,7 @@ def _publish(
             ("statistics", statistics_key(manifest.id, base_id, tensor), collector.finish().encode())
             for tensor, collector in gathered.collectors.items()
         ]
-    previous = store.publish(manifest, name, lease, entry, statistics)
+    previous = store.publish(manifest, name, entry, extra=statistics)
     return IngestReport(
         manifest.id,
         name,
@@ -232,9 +230,7 @@ def _pieces(checkpoint: Checkpoint, base: Manifest | None, block_elements: int) 
             yield from _tensor_pieces(number, entry, base, block_elements)
 
 
-def _tensor_pieces(
-    file: int, entry: TensorEntry, base: Manifest | None, block_elements: int
-) -> Iterator[_Piece]:
+def _tensor_pieces(file: int, entry: TensorEntry, base: Manifest | None, block_elements: int) -> Iterator[_Piece]:
     twin = base.tensor_by_name.get(entry.name) if base else None
     if twin is not None and twin.shape != entry.shape:
         twin = None
@@ -256,9 +252,7 @@ def _tensor_pieces(
 class _Worker:
     """Reads, hashes, measures and encodes one piece. Runs on many threads."""
 
-    def __init__(
-        self, store: Store, writer: BlockWriter, checkpoint: Checkpoint, descriptors: list[int]
-    ) -> None:
+    def __init__(self, store: Store, writer: BlockWriter, checkpoint: Checkpoint, descriptors: list[int]) -> None:
         self._catalog = store.catalog
         self._reader = BlockReader(store.catalog, store.backend)
         self._writer = writer
@@ -365,8 +359,8 @@ class _Gathered:
         files, tensors = [], []
         for number, file in enumerate(self._checkpoint.files):
             entries = file.header.tensors if file.header else ()
-            segments = (*self._blobs[number], *(TensorData(entry.name) for entry in entries))
-            files.append(FileRecipe(file.path, file.size, self._sha256[number].hexdigest(), segments))
+            segments: list[Blob | TensorData] = [*self._blobs[number], *(TensorData(entry.name) for entry in entries)]
+            files.append(FileRecipe(file.path, file.size, self._sha256[number].hexdigest(), tuple(segments)))
             tensors += [
                 Tensor(entry.name, entry.dtype, entry.shape, tuple(self._blocks.get(entry.name, ())))
                 for entry in entries

@@ -253,9 +253,7 @@ def _file(value: dict[str, Any]) -> FileRecipe:
             _only(item, {"tensor"})
             segments.append(TensorData(str(item["tensor"])))
     sha256 = value["sha256"]
-    return FileRecipe(
-        value["path"], _natural(value["size"]), None if sha256 is None else _id(sha256), tuple(segments)
-    )
+    return FileRecipe(value["path"], _natural(value["size"]), None if sha256 is None else _id(sha256), tuple(segments))
 
 
 def _tensor(value: dict[str, Any]) -> Tensor:

@@ -17,9 +17,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def ordered(
-    work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, window: int
-) -> Iterator[Result]:
+def ordered(work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, window: int) -> Iterator[Result]:
     """Yield `work(item)` for every item in the order of the items, computed on `threads` threads.
 
     At most `window` results are under way or waiting at any time, so that memory stays bounded. When the

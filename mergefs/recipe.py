@@ -158,9 +158,7 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         if not isinstance(key, str):
             raise yaml.MarkedYAMLError(problem=f"the key {key!r} is not text", problem_mark=key_node.start_mark)
         if key in found:
-            raise yaml.MarkedYAMLError(
-                problem=f"the key '{key}' is there twice", problem_mark=key_node.start_mark
-            )
+            raise yaml.MarkedYAMLError(problem=f"the key '{key}' is there twice", problem_mark=key_node.start_mark)
         found[key] = loader.construct_object(value_node, deep=True)
     return found
 
@@ -170,7 +168,7 @@ _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _m
 
 def _load_yaml(text: str, where: str) -> dict[str, Any]:
     try:
-        value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        value = yaml.load(text, Loader=_StrictLoader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise RecipeError(f"{where}{line}: {error.problem}: correct the YAML") from error
@@ -230,9 +228,7 @@ def _parameters(value: Any, where: str, method: MethodSpec) -> dict[str, Scalar]
 def _scalar(name: str, value: Any, where: str, method: MethodSpec) -> Scalar:
     spec = method.parameters.get(name)
     if spec is None:
-        raise RecipeError(
-            f"{where}: {method.name} has no parameter '{name}': it has {', '.join(method.parameters)}"
-        )
+        raise RecipeError(f"{where}: {method.name} has no parameter '{name}': it has {', '.join(method.parameters)}")
     if isinstance(value, (list, dict)):
         raise RecipeError(f"{where}: '{name}' is a gradient or filter, which is not supported yet: give one value")
     if spec.is_flag:

@@ -167,7 +167,12 @@ def measure_block(expert: NDArray[Any], base: NDArray[Any], first: int, unchange
     sketch = np.zeros(SKETCH_SIZE, np.float64)
     inexact = np.empty(expert.size, np.uint32)
     energy, inner, largest, _, count = kernels.measure(
-        expert.astype(np.float32, copy=False), base.astype(np.float32, copy=False), first, histogram, sketch, inexact
+        expert.astype(np.float32, copy=False),
+        base.astype(np.float32, copy=False),
+        first,
+        histogram,
+        sketch,
+        inexact,
     )
     return BlockMeasure(
         energy, inner, float(largest), unchanged, expert.size, histogram, sketch, inexact[:count].copy()
@@ -268,4 +273,5 @@ def load(txn: Transaction, expert: str, base: str, tensors: Iterable[str]) -> di
 
 def _bins_only(parts: list[NDArray[np.uint32]]) -> NDArray[np.uint32]:
     """Shrink what is kept to nothing but one magnitude in each occupied bin."""
-    return np.unique(np.concatenate([np.unique(part >> 16) for part in parts])) << 16 | 1
+    occupied = np.unique(np.concatenate([np.unique(part >> 16) for part in parts]))
+    return (occupied << 16 | 1).astype(np.uint32)

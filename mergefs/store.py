@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -80,9 +80,7 @@ class Store:
             for name in _FOLDERS:
                 (folder / name).mkdir(mode=0o700)
         except OSError as error:
-            raise DestinationError(
-                f"{folder} cannot be made into a repository: {error.strerror or error}"
-            ) from error
+            raise DestinationError(f"{folder} cannot be made into a repository: {error.strerror or error}") from error
         Catalog.create(folder / "catalog").close()
         config = {
             "format": FORMAT,
@@ -143,25 +141,37 @@ class Store:
         return float(self.manifest_entry(identity).get("time", 0.0))
 
     def publish(
-        self, manifest: Manifest, name: str, lease: Lease, entry: dict[str, Any], extra: Publication | None = None
+        self,
+        manifest: Manifest,
+        name: str,
+        entry: dict[str, Any],
+        *,
+        extra: Publication = (),
+        plan: tuple[str, bytes] | None = None,
     ) -> str | None:
         """Make a manifest durable, then visible under a name, in one catalog transaction.
 
         Args:
-            manifest: all its blocks are stored, and protected by `lease`.
+            manifest: all its blocks are stored, and protected by a lease of the caller's.
             name: the ref to point at it.
             entry: what the catalog is to say of it besides its time.
             extra: further puts for the same transaction.
+            plan: id and canonical form of the plan that it came from.
 
         Returns:
             The id of the manifest that the ref named before, or None.
         """
         check_ref_name(name)
-        self.backend.put(manifest_name(manifest.id), manifest.encoded)
+        objects = [(manifest_name(manifest.id), manifest.encoded)]
+        if plan is not None:
+            objects.append((plan_name(plan[0]), plan[1]))
+        self._put_all(objects)
 
         def commit(txn: Transaction) -> str | None:
+            # Once more inside the transaction, where gc cannot be: it may have taken equal objects for dead.
+            self._put_all(objects)
             put_manifest(txn, manifest.id, entry)
-            for table, key, value in extra or ():
+            for table, key, value in extra:
                 txn.put(table, key, value)
             return put_ref(txn, name, manifest.id)
 
@@ -237,6 +247,10 @@ class Store:
 
     # -- inside --------------------------------------------------------------------------------------------
 
+    def _put_all(self, objects: list[tuple[str, bytes]]) -> None:
+        for name, data in objects:
+            self.backend.put(name, data)
+
     def _read_manifest(self, identity: str) -> Manifest:
         try:
             data = self.backend.get(manifest_name(identity))
@@ -260,7 +274,7 @@ class Store:
                 file.unlink(missing_ok=True)
 
 
-Publication = list[tuple[str, bytes, bytes]]
+Publication = Sequence[tuple[str, bytes, bytes]]
 """Puts for a transaction: table, key, value."""
 
 
@@ -308,9 +322,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / CONFIG).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise NotARepositoryError(
-            f"{path} is not a mergefs repository: 'mergefs init {path}' makes one"
-        ) from None
+        raise NotARepositoryError(f"{path} is not a mergefs repository: 'mergefs init {path}' makes one") from None
     except PermissionError as error:
         raise NotARepositoryError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -74,9 +74,7 @@ def encode(raw: Buffer, dtype: DType, base: Buffer | None = None) -> Encoded:
     return Encoded(Encoding.RAW, bytes(raw))
 
 
-def decode(
-    encoding: int, payload: Buffer, raw_length: int, dtype_code: int, base: Buffer | None = None
-) -> Buffer:
+def decode(encoding: int, payload: Buffer, raw_length: int, dtype_code: int, base: Buffer | None = None) -> Buffer:
     """Return the `raw_length` bytes of a block.
 
     Raises:

@@ -1,6 +1,6 @@
 """Packs: immutable files that hold encoded blocks. The layout is in spec/format.md.
 
-    magic | payload, payload, ... | records | footer
+magic | payload, payload, ... | records | footer
 """
 
 from __future__ import annotations
@@ -170,9 +170,7 @@ def read_records(path: Path) -> list[Record]:
         table = file.read(count * RECORD_BYTES)
     if digest(table) != table_hash:
         raise CorruptionError(f"{path.name}: its table of blocks is damaged")
-    records = [
-        Record.unpack(table[at : at + RECORD_BYTES]) for at in range(0, count * RECORD_BYTES, RECORD_BYTES)
-    ]
+    records = [Record.unpack(table[at : at + RECORD_BYTES]) for at in range(0, count * RECORD_BYTES, RECORD_BYTES)]
     for record in records:
         if record.offset < len(MAGIC) or record.offset + record.length > start:
             raise CorruptionError(f"{path.name}: a record points outside the pack")

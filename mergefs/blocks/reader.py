@@ -131,9 +131,7 @@ class BlockReader:
             except FileNotFoundError:
                 # gc may have moved the block to another pack since we looked; then it has another location.
                 if location == previous:
-                    raise CorruptionError(
-                        f"pack {location.pack.hex()} with block {block.hex()} is missing"
-                    ) from None
+                    raise CorruptionError(f"pack {location.pack.hex()} with block {block.hex()} is missing") from None
                 previous = location
                 continue
             if len(payload) != record.length or digest(payload)[:CHECK_BYTES] != record.check:

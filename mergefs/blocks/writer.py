@@ -36,9 +36,7 @@ class BlockWriter:
         sync: whether packs are flushed to the disk.
     """
 
-    def __init__(
-        self, catalog: Catalog, backend: Backend, temporary: Path, lease: Lease, *, sync: bool = True
-    ) -> None:
+    def __init__(self, catalog: Catalog, backend: Backend, temporary: Path, lease: Lease, *, sync: bool = True) -> None:
         self._catalog = catalog
         self._backend = backend
         self._temporary = temporary
@@ -79,9 +77,7 @@ class BlockWriter:
                 return True
         return self._catalog.locate(block) is not None
 
-    def add(
-        self, block: bytes, encoded: Encoded, *, raw_length: int, dtype: int, base: bytes = NO_BASE
-    ) -> None:
+    def add(self, block: bytes, encoded: Encoded, *, raw_length: int, dtype: int, base: bytes = NO_BASE) -> None:
         """Store a block, unless it was added here already."""
         with self._lock:
             if block in self._new:

@@ -46,9 +46,7 @@ class Environment:
                 mode=0o600,
             )
             self._env.reader_check()
-            self._tables = {
-                name: self._env.open_db(name.encode(), create=not readonly) for name in tables
-            }
+            self._tables = {name: self._env.open_db(name.encode(), create=not readonly) for name in tables}
         except lmdb.Error as error:
             raise MergefsError(f"the catalog at {path} cannot be opened: {error}") from error
 

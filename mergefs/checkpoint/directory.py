@@ -64,9 +64,7 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> Mapping[str, tuple[CheckpointFile, TensorEntry]]:
         """Every tensor of the model by its name, with the file that holds it."""
-        return MappingProxyType(
-            {t.name: (f, t) for f in self.files if f.header is not None for t in f.header.tensors}
-        )
+        return MappingProxyType({t.name: (f, t) for f in self.files if f.header is not None for t in f.header.tensors})
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -136,9 +134,7 @@ def _weights(root: Path, members: Mapping[str, CheckpointFile]) -> dict[str, Hea
 def _why_none(top: Iterable[str], members: Iterable[str]) -> str:
     pickles = sorted(name for name in top if name.endswith(_PICKLES))
     if pickles:
-        return (
-            f"its weights are pickled ({quote(pickles[0])}), which mergefs does not read; save as safetensors"
-        )
+        return f"its weights are pickled ({quote(pickles[0])}), which mergefs does not read; save as safetensors"
     below = sorted(name for name in members if name.endswith(SUFFIX))
     if below:
         return f"its weights are in a subfolder ({quote(below[0])}); name that folder"
@@ -231,9 +227,7 @@ def _listing(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError as error:
-        raise CheckpointError(
-            f"{shown(folder)} cannot be listed: {reason(error)}; make it readable"
-        ) from None
+        raise CheckpointError(f"{shown(folder)} cannot be listed: {reason(error)}; make it readable") from None
 
 
 def _member(entry: os.DirEntry[str], prefix: str) -> CheckpointFile | None:

@@ -25,7 +25,7 @@ from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.plan import Plan, TensorPlan
 from mergefs.planner.resolve import Planned, make_plan
 from mergefs.recipe import Recipe
-from mergefs.store import Store, check_ref_name, plan_name
+from mergefs.store import Store, check_ref_name
 
 Progress = Callable[[int, int], None]
 
@@ -170,13 +170,10 @@ def _merge(
             counter.limit_expert(planned.plan.budget)
         # The base may be one that the recipe does not name.
         with store.lease("merge", [planned.plan.base]):
-            store.backend.put(plan_name(planned.plan.id), planned.plan.encoded)
             run = _Run(store, planned.plan, counter, threads, max_memory)
             if lazy:
                 return run.lazy(name, began, planned)
-            return run.eager(
-                name, began, planned.budget_bytes, planned.expert_raw_bytes, progress, {}
-            )
+            return run.eager(name, began, planned.budget_bytes, planned.expert_raw_bytes, progress, {})
 
 
 @dataclass(frozen=True)
@@ -197,9 +194,7 @@ class _Done:
 class _Run:
     """One run of the engine over one plan."""
 
-    def __init__(
-        self, store: Store, plan: Plan, counter: ReadCounter, threads: int | None, max_memory: int
-    ) -> None:
+    def __init__(self, store: Store, plan: Plan, counter: ReadCounter, threads: int | None, max_memory: int) -> None:
         self._store = store
         self._plan = plan
         self._counter = counter
@@ -227,7 +222,7 @@ class _Run:
             manifest = self._output(writer).manifest(blocks)
             writer.flush()
             return self._publish(
-                manifest, name, lease, writer, counts, began, planned.budget_bytes, planned.expert_raw_bytes, {}
+                manifest, name, writer, counts, began, planned.budget_bytes, planned.expert_raw_bytes, {}
             )
 
     def eager(
@@ -262,7 +257,7 @@ class _Run:
             writer.flush()
             total = sum(len(ids) for ids in blocks.values())
             counts = BlockCounts(total - derived, derived, 0)
-            return self._publish(manifest, name, lease, writer, counts, began, budget, expert_raw_bytes, entry)
+            return self._publish(manifest, name, writer, counts, began, budget, expert_raw_bytes, entry)
 
     def _jobs(self) -> Iterator[_Job]:
         for tensor in self._base.tensors:
@@ -316,7 +311,6 @@ class _Run:
         self,
         manifest: Manifest,
         name: str,
-        lease: Lease,
         writer: BlockWriter,
         counts: BlockCounts,
         began: float,
@@ -341,7 +335,10 @@ class _Run:
         )
         figures = {k: v for k, v in asdict(report).items() if k not in ("manifest", "ref", "previous")}
         previous = self._store.publish(
-            manifest, name, lease, {**entry, "raw_bytes": manifest.raw_bytes, "merge": figures}
+            manifest,
+            name,
+            {**entry, "raw_bytes": manifest.raw_bytes, "merge": figures},
+            plan=(self._plan.id, self._plan.encoded),
         )
         return replace(
             report,

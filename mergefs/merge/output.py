@@ -73,9 +73,8 @@ class Output:
             raise CorruptionError(f"the header of '{file.path}' is damaged: {error}") from error
         header = build_header([(t.name, t.dtype, t.shape) for t in tensors], metadata)
         size = len(header) + sum(tensor.nbytes for tensor in tensors)
-        # An empty tensor comes first among those that begin where it does; the others keep their order.
-        segments = (self._store_blob(header), *(TensorData(t.name) for t in tensors))
-        return FileRecipe(file.path, size, None, segments)
+        segments: list[Blob | TensorData] = [self._store_blob(header), *(TensorData(t.name) for t in tensors)]
+        return FileRecipe(file.path, size, None, tuple(segments))
 
     def _rewritten(self, file: FileRecipe, change: Callable[[dict[str, Any]], None]) -> FileRecipe:
         try:
@@ -93,9 +92,7 @@ class Output:
             config[key] = name
 
     def _content(self, file: FileRecipe) -> bytes:
-        return b"".join(
-            bytes(self._reader.read(bytes.fromhex(blob.block), Kind.METADATA)) for blob in _blobs(file)
-        )
+        return b"".join(bytes(self._reader.read(bytes.fromhex(blob.block), Kind.METADATA)) for blob in _blobs(file))
 
 
 def _blobs(file: FileRecipe) -> list[Blob]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +32,7 @@ class Candidates:
         tensor, expert, block: numbers of the tensor, the expert and the block in it.
         cost: physical bytes that reading it takes.
         worth: see the module; zeros before anything was chosen.
+        own: the energy of the block's own weighted delta; zeros likewise.
         chosen: whether it is read.
         experts: how many there are.
     """
@@ -44,6 +44,7 @@ class Candidates:
     block: NDArray[np.int64]
     cost: NDArray[np.int64]
     worth: NDArray[np.float64]
+    own: NDArray[np.float64]
     chosen: NDArray[np.bool_]
     experts: int
 
@@ -112,6 +113,7 @@ def candidates(catalog: Catalog, base: Manifest, base_id: str, experts: tuple[Ma
         table[:, 2],
         np.array([cost(*pair) for pair in pairs], np.int64),
         np.zeros(len(rows)),
+        np.zeros(len(rows)),
         np.ones(len(rows), bool),
         len(experts),
     )
@@ -126,12 +128,13 @@ def choose(found: Candidates, measured: Measurer, importance: tuple[float, ...],
         importance: each expert's factor in the result.
         budget: in bytes.
     """
-    worth = np.zeros(len(found.cost))
+    worth, own = np.zeros(len(found.cost)), np.zeros(len(found.cost))
     for number, name in enumerate(found.tensors):
         start, stop = (int(x) for x in np.searchsorted(found.tensor, (number, number + 1)))
         if start < stop:
-            table = _worth(measured, name, found.block_counts[number], importance)
-            worth[start:stop] = table[found.expert[start:stop], found.block[start:stop]]
+            tables = _worth(measured, name, found.block_counts[number], importance)
+            place = found.expert[start:stop], found.block[start:stop]
+            worth[start:stop], own[start:stop] = (values[place] for values in tables)
     order = np.argsort(-worth / np.maximum(found.cost, 1), kind="stable")
     ahead = np.cumsum(found.cost[order])
     fits = int(np.searchsorted(ahead, budget, side="right"))
@@ -142,11 +145,13 @@ def choose(found: Candidates, measured: Measurer, importance: tuple[float, ...],
         if found.cost[i] <= left:
             chosen[i] = True
             left -= int(found.cost[i])
-    return replace(found, worth=worth, chosen=chosen)
+    return replace(found, worth=worth, own=own, chosen=chosen)
 
 
-def _worth(measured: Measurer, tensor: str, blocks: int, importance: tuple[float, ...]) -> NDArray[Any]:
-    """Return the worth of each expert's blocks of a tensor, [experts, blocks]."""
+def _worth(
+    measured: Measurer, tensor: str, blocks: int, importance: tuple[float, ...]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the worth and the own energy of each expert's blocks of a tensor, [experts, blocks]."""
     own = np.zeros((len(importance), blocks))
     sketches = []
     for expert, factor in enumerate(importance):
@@ -154,7 +159,7 @@ def _worth(measured: Measurer, tensor: str, blocks: int, importance: tuple[float
         own[expert] = factor**2 * statistics.blocks["energy"]
         sketches.append(factor * statistics.sketches.astype(np.float64))
     if any(len(sketch) != blocks for sketch in sketches):
-        return own
+        return own, own
     stacked = np.stack(sketches)
     together = np.einsum("ebs,bs->eb", stacked, stacked.sum(axis=0)) - np.einsum("ebs,ebs->eb", stacked, stacked)
-    return np.asarray(np.maximum(own + together, _LEAST_WORTH * own))
+    return np.maximum(own + together, _LEAST_WORTH * own), own

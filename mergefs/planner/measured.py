@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
@@ -90,7 +93,8 @@ class Measurer:
             if tensor.blocks[number] == twin.blocks[number] and tensor.dtype is twin.dtype:
                 collector.add(unchanged_block(stop - first))
             else:
-                collector.add(measure_block(*self._pair(tensor, twin, number), first, 0))
+                expert, base = self._pair(tensor, twin, number)
+                collector.add(measure_block(expert, base, first, 0))
         found = collector.finish()
         key = statistics_key(identity, self._base, name)
         self._store.catalog.write(lambda txn: txn.put("statistics", key, found.encode()))
@@ -110,7 +114,8 @@ class Measurer:
         values = np.sort(np.concatenate(inside))
         return np.float32(values[len(values) - rank : len(values) - rank + 1].view(np.float32)[0])
 
-    def _pair(self, tensor: Tensor, twin: Tensor, number: int):  # type: ignore[no-untyped-def]
+    def _pair(self, tensor: Tensor, twin: Tensor, number: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the values of one block of an expert and of its base."""
         base_block, block = twin.blocks[number], tensor.blocks[number]
         assert base_block is not None
         assert block is not None

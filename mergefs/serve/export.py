@@ -7,11 +7,12 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 from mergefs.errors import CorruptionError, DestinationError, MergefsError
 from mergefs.hashing import Buffer
@@ -83,17 +84,14 @@ class _Told:
             self._progress(self._done, self._total)
 
 
-def _write_files(
-    view: View, files: list[FileInfo], folder: Path, threads: int, told: _Told
-) -> dict[str, str]:
+def _write_files(view: View, files: list[FileInfo], folder: Path, threads: int, told: _Told) -> dict[str, str]:
     """Write every file below `folder` and return their SHA-256 by path."""
     counts = {file.path: view.file_parts(file.path) for file in files}
     parts = ((path, number) for path, count in counts.items() for number in range(count))
     sums = {}
     # One pipeline runs through all files, so that the next file is decoded while this one reaches the disk.
-    with closing(
-        ordered(lambda part: view.part(*part), parts, threads=threads, window=2 * threads + 2)
-    ) as buffers:
+    buffers = ordered(lambda part: view.part(*part), parts, threads=threads, window=2 * threads + 2)
+    with closing(cast("Generator[Buffer]", buffers)):
         for file in files:
             sums[file.path] = _write_file(file, folder, islice(buffers, counts[file.path]), told)
     for path in {folder, *(parent for file in files for parent in _parents(folder, file.path))}:

@@ -132,7 +132,7 @@ class MergefsFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> MergefsFile:
         if mode != "rb":
-            self._refuse(path)
+            self._refuse()
         kwargs.pop("autocommit", None)
         kwargs.pop("size", None)
         return MergefsFile(self, self._models, self._readable(path), block_size=block_size, **kwargs)
@@ -166,26 +166,10 @@ class MergefsFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # -- writing is refused --------------------------------------------------------------------------------
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        path = args[0] if args else kwargs.get("path", "")
-        raise OSError(errno.EROFS, "a mergefs repository is read only here: 'mergefs ingest' adds models", path)
+        raise OSError(errno.EROFS, "a mergefs repository is read only here: 'mergefs ingest' adds models")
 
-    mkdir = makedirs = rmdir = rm = rm_file = _rm = cp_file = mv = put_file = pipe_file = touch = _refuse
-
-    def put(self, lpath: Any, rpath: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            OSError: always.
-        """
-        self._refuse(rpath)
-
-    def copy(self, path1: Any, path2: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            OSError: always.
-        """
-        self._refuse(path2)
+    mkdir = makedirs = rmdir = rm = rm_file = _rm = cp_file = copy = mv = _refuse
+    put = put_file = pipe_file = touch = _refuse
 
     # -- inside --------------------------------------------------------------------------------------------
 
@@ -251,24 +235,38 @@ class MergefsFile(AbstractBufferedFile):  # type: ignore[misc]
     """A file that is open for reading; its model is leased until it is closed."""
 
     def __init__(
-        self, fs: MergefsFileSystem, models: _Models, info: dict[str, Any], cache_type: str = "none", **kwargs: Any
+        self,
+        fs: MergefsFileSystem,
+        models: _Models,
+        info: dict[str, Any],
+        cache_type: str = "none",
+        **kwargs: Any,
     ) -> None:
         self._models = models
         self._manifest: str = info["manifest"]
         self._inside = _split(info["name"])[1]
-        self._view = models.acquire(self._manifest)
-        # The view keeps decoded blocks itself, so that a buffer here would only hold them twice.
-        super().__init__(fs, info["name"], "rb", cache_type=cache_type, size=info["size"], **kwargs)
+        self._view: View | None = models.acquire(self._manifest)
+        try:
+            # The view keeps decoded blocks itself, so that a buffer here would only hold them twice.
+            super().__init__(fs, info["name"], "rb", cache_type=cache_type, size=info["size"], **kwargs)
+        except BaseException:
+            self._release()
+            raise
         self._details = info
 
+    def close(self) -> None:
+        """Close the file and give its model back."""
+        super().close()
+        self._release()
+
     def _fetch_range(self, start: int, end: int) -> bytes:
+        assert self._view is not None
         return self._view.read(self._inside, start, end - start)
 
-    def close(self) -> None:
-        """Close the file."""
-        if not self.closed:
+    def _release(self) -> None:
+        if self._view is not None:
+            self._view = None
             self._models.release(self._manifest)
-        super().close()
 
     def __reduce__(self) -> Any:
         # Opened again, it has to be the same file even when the ref has moved.
@@ -283,8 +281,8 @@ class _Models:
 
     def __init__(self, path: Path) -> None:
         self.store = Store.open(path)
-        # A file that is forgotten is closed by the garbage collector, in any thread at any moment: so the lock
-        # can be taken twice, and `release` does nothing but count.
+        # A file that is forgotten is closed by the garbage collector, in any thread at any moment: so the
+        # lock can be taken twice, and `release` does nothing but count.
         self._lock = threading.RLock()
         self._views: OrderedDict[str, View] = OrderedDict()
         self._users: Counter[str] = Counter()
@@ -294,9 +292,7 @@ class _Models:
         with self._lock:
             if manifest not in self._views:
                 self._close_idle(IDLE_VIEWS - 1)
-                self._views[manifest] = View(
-                    self.store, manifest, cache_bytes=CACHE_BYTES_PER_VIEW, purpose="fsspec"
-                )
+                self._views[manifest] = View(self.store, manifest, cache_bytes=CACHE_BYTES_PER_VIEW, purpose="fsspec")
             self._views.move_to_end(manifest)
             self._users[manifest] += 1
             return self._views[manifest]
@@ -322,9 +318,8 @@ class _Models:
 
     def _close_idle(self, keep: int) -> None:
         idle = [manifest for manifest in self._views if not self._users[manifest]]
-        for manifest in idle[: len(idle) - keep] if keep else idle:
+        for manifest in idle[: max(0, len(idle) - keep)]:
             self._views.pop(manifest).close()
-            del self._users[manifest]
 
 
 _models_lock = threading.Lock()

@@ -24,6 +24,9 @@ from mergefs.hashing import digest, is_hex_id
 REFS = "refs"
 MANIFESTS = "manifests"
 MAX_VIEWS = 8
+# What has been read is in the kernel's page cache; a view needs to keep only the blocks that many readers with
+# their readahead are in the middle of.
+CACHE_BYTES = 64 << 20
 
 IMMUTABLE_SECONDS = 86400.0
 MUTABLE_SECONDS = 1.0
@@ -67,8 +70,12 @@ class Models(Protocol):
     def manifest_time(self, manifest_id: str) -> float:
         """Return when a manifest was made, in seconds since 1970."""
 
-    def view(self, name: str) -> View:
+    def view(self, name: str, *, cache_bytes: int, purpose: str) -> View:
         """Open a manifest, by ref or id.
+
+        Args:
+            cache_bytes: the most that the view keeps of decoded blocks.
+            purpose: what its lease says.
 
         Raises:
             NotFoundError: when there is none of this name.
@@ -230,7 +237,7 @@ class SingleModel:
         Raises:
             NotFoundError: when there is none of this name.
         """
-        self._view = models.view(name)
+        self._view = _view(models, name)
         manifest_id = self._view.manifest_id
         self._model = ModelTree(manifest_id, self._view.files, models.manifest_time(manifest_id))
         self.node = self._model.node
@@ -373,7 +380,7 @@ class _Views:
         # Only whole ids are names here: a ref or a prefix would be a second name for the same cached pages.
         if not is_hex_id(manifest_id):
             raise NotFoundError(f"there is no manifest {manifest_id!r}")
-        view = self.models.view(manifest_id)
+        view = _view(self.models, manifest_id)
         try:
             tree = ModelTree(manifest_id, view.files, self.models.manifest_time(manifest_id))
         except BaseException:
@@ -393,6 +400,10 @@ class _Views:
         idle = [i for i, opened in self._opened.items() if not opened.files and i != keep]
         for manifest_id in idle[: max(0, len(self._opened) - self.limit)]:
             self._opened.pop(manifest_id).view.close()
+
+
+def _view(models: Models, name: str) -> View:
+    return models.view(name, cache_bytes=CACHE_BYTES, purpose="mount")
 
 
 def _folder(inode: int, mtime: float, subfolders: int) -> Node:

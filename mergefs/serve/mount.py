@@ -133,9 +133,7 @@ def umount(directory: Path) -> None:
 
 def _check_tools(allow_other: bool) -> None:
     if not _DEVICE.exists():
-        raise MountError(
-            f"{_DEVICE} is missing: load the kernel module fuse, or give the container --device {_DEVICE}"
-        )
+        raise MountError(f"{_DEVICE} is missing: load the kernel module fuse, or give the container --device {_DEVICE}")
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
         raise MountError(f"{_DEVICE} may not be opened by this user")
     _find_fusermount()
@@ -359,9 +357,7 @@ def _is_stale(point: Path) -> bool:
 
 def _fusermount(option: str, point: Path) -> None:
     command = [_find_fusermount(), option, "--", str(point)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
     if done.returncode == 0:
         return
     reason = done.stderr.strip()

@@ -20,13 +20,11 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from mergefs.errors import MergefsError, MountError, NotFoundError
+from mergefs.repository import Repository
 from mergefs.serve.fuse_tree import AllModels, Node, OpenFile, SingleModel, Tree
-
-if TYPE_CHECKING:
-    from mergefs.repository import Repository
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -257,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, ready: Callable[[], None]) -> None:
     """Open the repository, serve, and end the leases however it went."""
-    repository = _open(options.repo)
+    repository = Repository.open(options.repo)
     try:
         tree: Tree = AllModels(repository) if options.ref is None else SingleModel(repository, options.ref)
         try:
@@ -269,12 +267,6 @@ def _run(options: argparse.Namespace, ready: Callable[[], None]) -> None:
         repository.close()
 
 
-def _open(path: Path) -> Repository:
-    from mergefs.repository import Repository
-
-    return Repository.open(path)
-
-
 def _log_to(file: Path) -> None:
     """Send standard output and errors to `file` from now on; so far the starting process has them."""
     with file.open("ab", buffering=0) as target:
@@ -283,16 +275,12 @@ def _log_to(file: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mergefs.serve.mount_daemon", description="Serve one mergefs mount."
-    )
+    parser = argparse.ArgumentParser(prog="mergefs.serve.mount_daemon", description="Serve one mergefs mount.")
     parser.add_argument("directory", type=_absolute)
     parser.add_argument("--repo", type=_absolute, required=True)
     parser.add_argument("--ref", help="one model, by ref or manifest hash; without it, everything")
     parser.add_argument("--ready-fd", type=int, help="where to say that the mount serves, or why it does not")
-    parser.add_argument(
-        "--log", type=_absolute, default=Path(os.devnull), help="where errors go once it serves"
-    )
+    parser.add_argument("--log", type=_absolute, default=Path(os.devnull), help="where errors go once it serves")
     parser.add_argument("--allow-other", action="store_true", help="let other users read the mount")
     return parser
 

@@ -246,9 +246,7 @@ def known_sha256(store: Store, manifest: str, path: str) -> str | None:
 
 def remember_sha256(store: Store, manifest: str, path: str, sha256: str) -> None:
     """Keep a derived file's SHA-256 for the next who asks."""
-    store.catalog.write(
-        lambda txn: txn.put("checksums", _checksum_key(manifest, path), bytes.fromhex(sha256))
-    )
+    store.catalog.write(lambda txn: txn.put("checksums", _checksum_key(manifest, path), bytes.fromhex(sha256)))
 
 
 def _checksum_key(manifest: str, path: str) -> bytes:

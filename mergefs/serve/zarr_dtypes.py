@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, Suppor
 
 import ml_dtypes
 import numpy as np
-from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
-
-# zarr.dtype does not re-export the mix-ins that its own data types are built from.
 from zarr.core.dtype.common import DTypeJSON, HasEndianness, HasItemSize
+from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
 if TYPE_CHECKING:
     from zarr.core.common import JSON, ZarrFormat
@@ -113,7 +111,7 @@ class _SmallFloat(ZDType[Native, np.generic], HasItemSize):
             if data not in _NAMED:
                 raise TypeError(f"{data!r} is not a fill value of {self._zarr_v3_name}")
             value = self._scalar(float(_NAMED[data]))
-            if data != "NaN" and np.isnan(float(value)):  # type: ignore[arg-type]
+            if data != "NaN" and np.isnan(float(value)):
                 raise ValueError(f"{self._zarr_v3_name} has no infinities")
             return value
         if isinstance(data, bool) or not isinstance(data, (int, float)):
@@ -127,7 +125,7 @@ class _SmallFloat(ZDType[Native, np.generic], HasItemSize):
             TypeError: when it is no number.
         """
         scalar = self.cast_scalar(data)
-        value = float(scalar)  # type: ignore[arg-type]
+        value = float(scalar)
         if np.isnan(value):
             bits = self._bits(scalar)
             return "NaN" if bits == self._nan_bits else f"0x{bits:0{2 * self.item_size}x}"

@@ -79,9 +79,7 @@ def test_the_index_goes_before_other_files(shards: Path) -> None:
     (shards / "consolidated.safetensors").write_bytes(b"opaque")
     found = open_checkpoint(shards)
     assert [f.path for f in found.weights] == [A, B]
-    assert found.files[0] == CheckpointFile(
-        "consolidated.safetensors", shards / "consolidated.safetensors", 6, None
-    )
+    assert found.files[0] == CheckpointFile("consolidated.safetensors", shards / "consolidated.safetensors", 6, None)
 
 
 def test_the_only_weight_file_under_any_name(model: Path) -> None:
@@ -219,9 +217,7 @@ def test_pickled_weights(tmp_path: Path) -> None:
 def test_an_adapter(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).write_bytes(weights("lora_A"))
-    assert f"{tmp_path} is an adapter (LoRA or another), which mergefs does not support yet" in refusal(
-        tmp_path
-    )
+    assert f"{tmp_path} is an adapter (LoRA or another), which mergefs does not support yet" in refusal(tmp_path)
 
 
 def test_several_weight_files_without_an_index(tmp_path: Path) -> None:

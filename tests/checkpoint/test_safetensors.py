@@ -78,9 +78,7 @@ def test_a_file_shorter_than_the_length(read: Any, content: bytes) -> None:
 
 
 def test_a_truncated_header(read: Any) -> None:
-    assert "truncated: its header takes 60 bytes and 22 are there" in refusal(
-        read, pack({"w": W}, b"ab")[:30]
-    )
+    assert "truncated: its header takes 60 bytes and 22 are there" in refusal(read, pack({"w": W}, b"ab")[:30])
 
 
 def test_a_header_longer_than_its_file(read: Any) -> None:
@@ -338,9 +336,7 @@ def test_empty_tensors_keep_their_order(read: Any) -> None:
     assert [t.name for t in read(pack(fields, b"ab")).tensors] == ["z", "a", "c", "w", "y", "b"]
 
 
-@pytest.mark.parametrize(
-    "name", ["модель.вес", "重み", "🙂", "a b", ".", "../x", "a\\b", "\u202e", "w" * 100_000]
-)
+@pytest.mark.parametrize("name", ["модель.вес", "重み", "🙂", "a b", ".", "../x", "a\\b", "\u202e", "w" * 100_000])
 def test_odd_names(read: Any, name: str) -> None:
     assert read(pack({name: W}, b"ab")).tensors[0].name == name
     assert read(pack(json.dumps({name: W}, ensure_ascii=False), b"ab")).tensors[0].name == name
@@ -437,9 +433,7 @@ def test_what_is_built_reads_back(scratch: Path, tensors: Any, metadata: Any) ->
     assert sorted((t.name, t.dtype.name, t.shape) for t in found.tensors) == sorted(
         (name, d.name, shape) for name, d, shape in given_tensors
     )
-    assert [t.name for t in found.tensors if 0 not in t.shape] == [
-        n for n, _, s in given_tensors if 0 not in s
-    ]
+    assert [t.name for t in found.tensors if 0 not in t.shape] == [n for n, _, s in given_tensors if 0 not in s]
     assert {name for name, _ in safetensors.deserialize(scratch.read_bytes())} == set(tensors)
 
 
@@ -489,9 +483,7 @@ PIECES = [
     b" ",
 ]
 EDITS = st.lists(
-    st.tuples(
-        st.integers(0, len(SOUND)), st.integers(0, 12), st.binary(max_size=3) | st.sampled_from(PIECES)
-    ),
+    st.tuples(st.integers(0, len(SOUND)), st.integers(0, 12), st.binary(max_size=3) | st.sampled_from(PIECES)),
     min_size=1,
     max_size=4,
 )
@@ -527,12 +519,7 @@ def test_mutations_are_read_or_refused_and_never_laxer_than_the_library(
 
 
 ODD_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=4)
-    | st.sampled_from([BIG, 0, 2, 4]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from([BIG, 0, 2, 4]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
     max_leaves=6,
 )
@@ -552,9 +539,7 @@ ODD_ENTRIES = st.fixed_dictionaries(
     st.dictionaries(st.sampled_from(["__metadata__", "", "a", "b"]), ODD_ENTRIES | ODD_VALUES),
     st.binary(max_size=4),
 )
-def test_odd_json_is_read_or_refused_and_never_laxer_than_the_library(
-    scratch: Path, fields: Any, data: bytes
-) -> None:
+def test_odd_json_is_read_or_refused_and_never_laxer_than_the_library(scratch: Path, fields: Any, data: bytes) -> None:
     check_strictness(scratch, pack(fields, data))
 
 

@@ -188,12 +188,14 @@ def test_importing_the_module_does_not_import_the_binding() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_unmounts_and_gives_the_lease_back(models: Models, number: signal.Signals) -> None:
     info = mount(models.repo, "math", models.directory)
-    with (models.directory / "config.json").open():
-        os.kill(info.pid, number)
-        wait_until(lambda: not os.path.ismount(models.directory))
-        wait_until(lambda: models.leases() == 0)
+    file = os.open(models.directory / "config.json", os.O_RDONLY)
+    os.kill(info.pid, number)
+    wait_until(lambda: not os.path.ismount(models.directory))
+    wait_until(lambda: models.leases() == 0)
+    with pytest.raises(OSError, match="not connected"):
+        os.close(file)
+    wait_until(lambda: mounting._reap() or is_gone(info.pid))
     mount(models.repo, "math", models.directory)
-    assert is_gone(info.pid)
     umount(models.directory)
 
 

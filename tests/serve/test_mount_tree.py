@@ -92,7 +92,7 @@ class PlainModels:
     def manifest_time(self, manifest_id: str) -> float:
         return TIME
 
-    def view(self, name: str) -> PlainView:
+    def view(self, name: str, *, cache_bytes: int, purpose: str) -> PlainView:
         manifest_id = self.refs().get(name, name)
         if not (self.folder / manifest_id).is_dir():
             raise NotFoundError(f"there is no {name}")
@@ -291,9 +291,7 @@ def test_a_served_model_equals_its_files(models: PlainModels, tmp_path: Path) ->
         assert (space.f_bfree, space.f_files) == (0, 4)
         assert 0 <= space.f_blocks * space.f_frsize - len(WEIGHTS) < 2 * 4096
         subprocess.run(["cp", "-r", f"{directory}/.", str(tmp_path / "copy")], check=True)
-        summed = subprocess.run(
-            ["sha256sum", directory / "model.safetensors"], capture_output=True, check=True
-        )
+        summed = subprocess.run(["sha256sum", directory / "model.safetensors"], capture_output=True, check=True)
     assert snapshot(tmp_path / "copy") == snapshot(models.folder / A)
     assert summed.stdout.split()[0].decode() == hashlib.sha256(WEIGHTS).hexdigest()
 

@@ -1,0 +1,5 @@
+"""`python -m mergefs`."""
+
+from mergefs.cli import main
+
+main()

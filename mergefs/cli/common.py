@@ -1,0 +1,101 @@
+"""What every command shares: finding the repository, printing the result, showing progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mergefs.repository import Repository
+from mergefs.store import find_repository
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+threads_option = click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Default: all cores.")
+
+
+def open_repository(given: str | None, *, readonly: bool = False) -> Repository:
+    """Open the repository that was given, or the nearest one upwards from the working folder."""
+    path = Path(given) if given else find_repository(Path.cwd())
+    return Repository.open(path, readonly=readonly)
+
+
+@contextmanager
+def repository(given: str | None) -> Iterator[Repository]:
+    """Open the repository for one command."""
+    found = open_repository(given)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def emit(value: Any, as_json: bool, text: Callable[[], str]) -> None:
+    """Print a result: one JSON object, or text for people."""
+    if as_json:
+        click.echo(json.dumps(plain(value), ensure_ascii=True))
+    else:
+        click.echo(printable(text()))
+
+
+def plain(value: Any) -> Any:
+    """Return a result in JSON's types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+def printable(text: str) -> str:
+    """Return text in which nothing but line breaks and tabs can move a terminal's cursor."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Lay rows out in columns; those in `right` are aligned to the right."""
+    if not rows:
+        return ""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if c in right else cell.ljust(width)
+            for c, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on stderr while something runs, when stderr is a terminal; yield what is to be told."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    last = 0.0
+    began = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < 0.1 and done < total:
+            return
+        last = now
+        share = done / total if total else 1.0
+        left = (now - began) * (1 - share) / share if share else 0.0
+        bar = "#" * int(30 * share)
+        click.echo(f"\r{label} [{bar:<30}] {share:4.0%}, {left:.0f} s left ", err=True, nl=False)
+
+    try:
+        yield tell
+    finally:
+        click.echo("\r\x1b[K", err=True, nl=False)

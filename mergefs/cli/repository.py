@@ -1,0 +1,95 @@
+"""Commands about the repository as a whole."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from mergefs.cli.common import emit, json_option, progress, repository
+from mergefs.gc import REWRITE_ABOVE
+from mergefs.repository import Repository
+from mergefs.units import format_size, parse_size
+
+
+@click.command()
+@click.argument("directory")
+@click.option("--block-size", default="1MiB", show_default=True, help="Of 2-byte elements.")
+@json_option
+def init(directory: str, block_size: str, as_json: bool) -> None:
+    """Make a repository in DIRECTORY, which is empty or does not exist yet."""
+    made = Repository.init(directory, parse_size(block_size))
+    value = {
+        "repository": str(made.path),
+        "block_size": made.config["block_size"],
+        "version": made.config["version"],
+    }
+    made.close()
+    emit(value, as_json, lambda: f"made the repository {value['repository']}")
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would be freed.")
+@click.option(
+    "--rewrite-above",
+    type=click.FloatRange(0, 1),
+    default=REWRITE_ABOVE,
+    show_default=True,
+    help="Rewrite a pack when more than this share of it is dead.",
+)
+@json_option
+@click.pass_obj
+def gc(repo: str | None, dry_run: bool, rewrite_above: float, as_json: bool) -> None:
+    """Free the blocks that neither a ref nor a live process needs."""
+    with repository(repo) as opened:
+        report = opened.gc(dry_run=dry_run, rewrite_above=rewrite_above)
+    emit(
+        report,
+        as_json,
+        lambda: (
+            f"{'would free' if dry_run else 'freed'} {format_size(report.freed_bytes)}:"
+            f" {report.blocks_freed} blocks, {report.manifests_freed} manifests,"
+            f" {report.packs_removed} packs removed, {report.packs_rewritten} rewritten;"
+            f" {format_size(report.live_bytes)} are in use"
+            + (f", {format_size(report.waste_bytes)} wait in packs" if report.waste_bytes else "")
+        ),
+    )
+
+
+@click.command()
+@click.option("--read-data", is_flag=True, help="Read every block and compare it with its id.")
+@json_option
+@click.pass_obj
+def fsck(repo: str | None, read_data: bool, as_json: bool) -> None:
+    """Check the repository without changing it; exit with 1 when something is wrong."""
+    with repository(repo) as opened, progress("checking") as tell:
+        report = opened.fsck(read_data=read_data, progress=tell)
+    lines = [
+        f"{problem.kind} {problem.name}: {problem.message}"
+        + (f" (affects {', '.join(problem.affects)})" if problem.affects else "")
+        for problem in report.errors
+    ]
+    checked = f"{report.manifests} manifests, {report.blocks} blocks and {report.packs} packs checked"
+    lines.append(f"{checked}: {len(report.errors) or 'no'} errors")
+    value = {"ok": report.ok, **{f: getattr(report, f) for f in report.__dataclass_fields__}}
+    emit(value, as_json, lambda: "\n".join(lines))
+    if not report.ok:
+        sys.exit(1)
+
+
+@click.command()
+@json_option
+@click.pass_obj
+def stats(repo: str | None, as_json: bool) -> None:
+    """Show how much the repository holds."""
+    with repository(repo) as opened:
+        report = opened.stats()
+    share = f" ({report.stored_bytes / report.raw_bytes:.1%})" if report.raw_bytes else ""
+    emit(
+        report,
+        as_json,
+        lambda: (
+            f"{report.refs} refs, {report.manifests} models of {format_size(report.raw_bytes)},"
+            f" stored in {format_size(report.stored_bytes)}{share}: {report.blocks} blocks in {report.packs} packs"
+        ),
+    )

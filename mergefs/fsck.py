@@ -1,0 +1,177 @@
+"""Checking a repository: every ref, manifest, block and pack, and with `read_data` every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mergefs.blocks.pack import NO_BASE, hash_file, read_records
+from mergefs.blocks.reader import BlockReader, Kind, pack_name
+from mergefs.catalog.tables import Location, locations, ref_entries
+from mergefs.errors import MergefsError
+from mergefs.merge.lazy import load_plan
+from mergefs.pipeline import available_cores, ordered
+from mergefs.store import Store
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: `ref`, `manifest`, `plan`, `block` or `pack`.
+        name: the ref, or the id.
+        message: what is wrong.
+        affects: the refs whose models need it.
+    """
+
+    kind: str
+    name: str
+    message: str
+    affects: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FsckReport:
+    """What a check found.
+
+    Attributes:
+        errors: what is wrong; empty when all is well.
+        blocks, packs, manifests: how many were checked.
+        garbage_packs: pack files that the catalog does not know; gc removes them.
+        read_data: whether all bytes were read.
+    """
+
+    errors: tuple[Problem, ...]
+    blocks: int
+    packs: int
+    manifests: int
+    garbage_packs: int
+    read_data: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.errors
+
+
+def check(store: Store, *, read_data: bool = False, progress: Progress | None = None) -> FsckReport:
+    """Check a repository without changing it.
+
+    Args:
+        store: the repository.
+        read_data: also read and decode every block and compare it with its id, and hash every pack.
+        progress: told the blocks checked and the blocks in all (with `read_data`).
+    """
+    with store.catalog.read() as txn:
+        refs = {name: entry["manifest"] for name, entry in ref_entries(txn)}
+        manifests = [key.hex() for key, _ in txn.items("manifests")]
+        packs = [key for key, _ in txn.items("packs")]
+        found = {location.record.block: location for location in locations(txn)}
+    checker = _Checker(store, refs, found)
+    for name, identity in refs.items():
+        if identity not in manifests:
+            checker.report("ref", name, f"it names manifest {identity}, which is not in the catalog", (name,))
+    for identity in manifests:
+        checker.check_manifest(identity)
+    for pack in packs:
+        checker.check_pack(pack)
+    if read_data:
+        checker.check_data(progress)
+    known = {pack_name(pack) for pack in packs}
+    garbage = sum(name not in known for name, _ in store.backend.list("packs"))
+    return FsckReport(tuple(checker.problems), len(found), len(packs), len(manifests), garbage, read_data)
+
+
+class _Checker:
+    def __init__(self, store: Store, refs: dict[str, str], found: dict[bytes, Location]) -> None:
+        self._store = store
+        self._found = found
+        self._refs_of: dict[str, list[str]] = {}
+        for name, identity in refs.items():
+            self._refs_of.setdefault(identity, []).append(name)
+        self._users: dict[bytes, set[str]] = {}
+        self._bad: set[bytes] = set()
+        self.problems: list[Problem] = []
+
+    def report(self, kind: str, name: str, message: str, affects: tuple[str, ...] = ()) -> None:
+        self.problems.append(Problem(kind, name, message, affects))
+
+    def check_manifest(self, identity: str) -> None:
+        """Check that a manifest is whole and that everything it needs is in the catalog."""
+        refs = tuple(self._refs_of.get(identity, ()))
+        try:
+            data = self._store._read_manifest(identity)
+            if data.is_lazy:
+                assert data.lineage.plan is not None
+                plan = load_plan(self._store, data.lineage.plan)
+                for other in (plan.base, *plan.experts):
+                    self._store._read_manifest(other)
+        except MergefsError as error:
+            self.report("manifest", identity, str(error), refs)
+            return
+        for block in data.block_ids():
+            self._users.setdefault(block, set()).update(refs)
+            self._need(block, identity, refs)
+
+    def _need(self, block: bytes, identity: str, refs: tuple[str, ...]) -> None:
+        location = self._found.get(block)
+        if location is None:
+            self._bad_block(block, f"it is missing, and manifest {identity[:12]} needs it", refs)
+        elif location.record.base != NO_BASE:
+            self._users.setdefault(location.record.base, set()).update(refs)
+            if location.record.base not in self._found:
+                self._bad_block(block, f"block {location.record.base.hex()}, its base, is missing", refs)
+
+    def check_pack(self, pack: bytes) -> None:
+        """Check that a pack's table is whole and agrees with the catalog."""
+        path = self._store.path / pack_name(pack)
+        mine = [location.record for location in self._found.values() if location.pack == pack]
+        affects = tuple(sorted(set().union(*(self._users.get(r.block, set()) for r in mine))))
+        try:
+            records = set(read_records(path))
+        except (MergefsError, OSError) as error:
+            message = str(error) if isinstance(error, MergefsError) else "its file is missing or unreadable"
+            self.report("pack", pack.hex(), message, affects)
+            return
+        for record in mine:
+            if record not in records:
+                self._bad_block(record.block, f"the catalog and pack {pack.hex()[:12]} disagree about it", affects)
+
+    def check_data(self, progress: Progress | None) -> None:
+        """Read every block."""
+        items = sorted(self._found.values(), key=lambda loc: (loc.pack, loc.record.offset))
+        threads = available_cores()
+        reader = BlockReader(self._store.catalog, self._store.backend)
+        checked = ordered(lambda loc: _try(reader, loc), items, threads=threads, window=4 * threads)
+        for count, (location, message) in enumerate(checked, start=1):
+            if message is not None:
+                users = self._users.get(location.record.block, set())
+                self._bad_block(location.record.block, message, tuple(sorted(users)))
+            if progress:
+                progress(count, len(items))
+        for pack in {location.pack for location in items}:
+            self._check_pack_bytes(pack)
+
+    def _check_pack_bytes(self, pack: bytes) -> None:
+        if any(p.kind == "pack" and p.name == pack.hex() for p in self.problems):
+            return
+        mine = [location.record for location in self._found.values() if location.pack == pack]
+        affects = tuple(sorted(set().union(*(self._users.get(r.block, set()) for r in mine))))
+        if hash_file(self._store.path / pack_name(pack)) != pack.hex():
+            self.report("pack", pack.hex(), "its bytes have another hash", affects)
+
+    def _bad_block(self, block: bytes, message: str, refs: tuple[str, ...]) -> None:
+        if block not in self._bad:
+            self._bad.add(block)
+            self.report("block", block.hex(), message, refs)
+
+
+def _try(reader: BlockReader, location: Location) -> tuple[Location, str | None]:
+    try:
+        reader.read(location.record.block, Kind.METADATA)
+    except MergefsError as error:
+        return location, str(error)
+    return location, None

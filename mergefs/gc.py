@@ -1,0 +1,266 @@
+"""Collecting what nothing needs: mark from refs and live leases, sweep blocks, packs, manifests and plans."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergefs.blocks.pack import PackWriter, Record
+from mergefs.blocks.reader import pack_name
+from mergefs.blocks.writer import PACK_BYTES
+from mergefs.catalog.environment import Transaction
+from mergefs.catalog.leases import claims, end_dead, leases
+from mergefs.catalog.tables import Location, closure, locations, put_location, ref_entries
+from mergefs.errors import CorruptionError
+from mergefs.hashing import is_hex_id
+from mergefs.store import Store, manifest_name, plan_name
+
+REWRITE_ABOVE = 0.5
+"""A pack is rewritten when more than this share of its payload bytes is dead."""
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """What a collection did, or would do.
+
+    Attributes:
+        freed_bytes: by which packs, manifests and plans on disk became smaller.
+        live_bytes: payload bytes of the blocks that are needed.
+        waste_bytes: payload bytes of dead blocks in packs that were not worth rewriting yet.
+        blocks_freed: blocks that nothing needs any more.
+        manifests_freed: manifests that nothing names any more.
+        packs_removed, packs_rewritten: packs without a needed block, and packs that were mostly dead.
+        leases_ended: leases of processes that are gone.
+        dry_run: whether nothing was changed.
+    """
+
+    freed_bytes: int
+    live_bytes: int
+    waste_bytes: int
+    blocks_freed: int
+    manifests_freed: int
+    packs_removed: int
+    packs_rewritten: int
+    leases_ended: int
+    dry_run: bool
+
+
+def collect(store: Store, *, dry_run: bool = False, rewrite_above: float = REWRITE_ABOVE) -> GcReport:
+    """Free what neither a ref nor a live lease needs.
+
+    May run while others ingest, merge, read and mount: everything that decides runs in one catalog
+    transaction, and readers that meet a pack that is gone look its blocks up again.
+
+    Args:
+        store: the repository.
+        dry_run: only say what would be freed.
+        rewrite_above: the dead share of a pack's payload from which it is rewritten; 0 rewrites every pack
+            that holds a dead block.
+
+    Raises:
+        CorruptionError: when a manifest that is needed cannot be read; nothing is freed then.
+    """
+    if dry_run:
+        with store.catalog.read() as txn:
+            return _Collection(store, txn, rewrite_above, dry_run=True).run()
+    swept: list[_Collection] = []
+
+    def sweep(txn: Transaction) -> GcReport:
+        swept[:] = [_Collection(store, txn, rewrite_above, dry_run=False)]
+        return swept[0].run()
+
+    report = store.catalog.write(sweep)
+    # Files go after that commit, so that a crash in between leaves orphans and never a hole; and inside another
+    # transaction, so that nobody can publish an equal object between the last look and its removal.
+    store.catalog.write(lambda txn: _delete(store, txn, swept[0]))
+    return report
+
+
+def _delete(store: Store, txn: Transaction, collection: _Collection) -> None:
+    packs = {pack_name(key) for key, _ in txn.items("packs")}
+    manifests = {key.hex() for key, _ in txn.items("manifests")}
+    published = {manifest_name(identity) for identity in manifests}
+    for identity in manifests - collection.live_manifests:
+        plan = store.manifest(identity).lineage.plan
+        if plan is not None:
+            published.add(plan_name(plan))
+    for name in collection.doomed:
+        if name not in packs and name not in published:
+            store.backend.delete(name)
+
+
+class _Collection:
+    def __init__(self, store: Store, txn: Transaction, rewrite_above: float, *, dry_run: bool) -> None:
+        self._store = store
+        self._txn = txn
+        self._rewrite_above = rewrite_above
+        self._dry_run = dry_run
+        self.doomed: list[str] = []
+        """Objects to delete after the commit."""
+        self.live_manifests: set[str] = set()
+
+    def run(self) -> GcReport:
+        ended = sum(not lease.alive for lease in leases(self._txn))
+        if not self._dry_run:
+            end_dead(self._txn)
+        manifests, plans = self._live_manifests()
+        self.live_manifests = manifests
+        blocks = self._live_blocks(manifests)
+        live_bytes, dead, packs = self._split(blocks)
+        removed, rewritten, waste, freed = self._sweep_packs(packs)
+        if not self._dry_run:
+            for location in dead:
+                self._txn.delete("blocks", location.record.block + bytes([location.record.tier]))
+        gone = self._sweep_manifests(manifests)
+        freed += self._sweep_objects(manifests, plans)
+        return GcReport(
+            freed,
+            live_bytes,
+            waste,
+            len({location.record.block for location in dead}),
+            gone,
+            removed,
+            rewritten,
+            ended,
+            self._dry_run,
+        )
+
+    def _live_manifests(self) -> tuple[set[str], set[str]]:
+        """Return the ids of the manifests and plans that are needed."""
+        pending = [entry["manifest"] for _, entry in ref_entries(self._txn)]
+        pending += [m for lease in leases(self._txn) if lease.alive for m in lease.manifests]
+        live: set[str] = set()
+        plans: set[str] = set()
+        while pending:
+            identity = pending.pop()
+            if identity in live:
+                continue
+            live.add(identity)
+            manifest = self._store.manifest(identity)
+            if manifest.lineage.plan is not None:
+                plans.add(manifest.lineage.plan)
+            if manifest.is_lazy:
+                # Its blocks are still to be derived, from these.
+                pending += [
+                    *([manifest.lineage.base] if manifest.lineage.base else []),
+                    *manifest.lineage.experts,
+                ]
+        return live, plans
+
+    def _live_blocks(self, manifests: Iterable[str]) -> set[bytes]:
+        wanted: set[bytes] = set()
+        for identity in manifests:
+            wanted.update(self._store.manifest(identity).block_ids())
+        for lease in leases(self._txn):
+            if lease.alive:
+                wanted.update(claims(self._txn, lease.id))
+        return closure(self._txn, wanted)
+
+    def _split(self, live: set[bytes]) -> tuple[int, list[Location], dict[bytes, tuple[list[Record], int]]]:
+        """Return live payload bytes, the dead locations, and for each pack its live records and dead bytes."""
+        live_bytes = 0
+        dead: list[Location] = []
+        packs: dict[bytes, tuple[list[Record], int]] = {key: ([], 0) for key, _ in self._txn.items("packs")}
+        for location in locations(self._txn):
+            if location.record.block in live:
+                live_bytes += location.record.length
+                packs.setdefault(location.pack, ([], 0))[0].append(location.record)
+            else:
+                dead.append(location)
+        return live_bytes, dead, packs
+
+    def _sweep_packs(self, packs: dict[bytes, tuple[list[Record], int]]) -> tuple[int, int, int, int]:
+        """Remove dead packs and rewrite mostly dead ones; return (removed, rewritten, waste, freed bytes)."""
+        removed = waste = freed = 0
+        rewrite: list[tuple[bytes, list[Record]]] = []
+        for pack, (records, _) in packs.items():
+            try:
+                size = self._store.backend.size(pack_name(pack))
+            except FileNotFoundError:
+                size = 0
+            live = sum(record.length for record in records)
+            overhead = 8 + 56 + 100 * len(records)
+            dead = max(0, size - live - overhead)
+            if not records:
+                removed += 1
+                freed += size
+                self._drop_pack(pack)
+            elif dead > self._rewrite_above * (size - overhead) and dead > 100:
+                rewrite.append((pack, records))
+                freed += size - live - overhead
+            else:
+                waste += dead
+        if rewrite and not self._dry_run:
+            self._rewrite(rewrite)
+        return removed, len(rewrite), waste, freed
+
+    def _rewrite(self, packs: list[tuple[bytes, list[Record]]]) -> None:
+        """Copy the live payloads of some packs into new ones, pack after pack in the order of their offsets."""
+        writer: PackWriter | None = None
+        count = 0
+        for pack, records in packs:
+            for record in sorted(records, key=lambda r: r.offset):
+                if writer is None:
+                    path = self._store.path / "tmp" / f"{os.getpid()}-gc-{count}"
+                    path.unlink(missing_ok=True)
+                    writer = PackWriter(path, sync=self._store.sync)
+                    count += 1
+                payload = self._store.backend.get(pack_name(pack), record.offset, record.length)
+                if len(payload) != record.length:
+                    writer.__exit__(None, None, None)
+                    raise CorruptionError(f"pack {pack.hex()} is cut short: 'mergefs fsck' shows what it affects")
+                writer.append(
+                    record.block,
+                    payload,
+                    raw_length=record.raw_length,
+                    encoding=record.encoding,
+                    dtype=record.dtype,
+                    base=record.base,
+                    tier=record.tier,
+                    tiers=record.tiers,
+                )
+                if writer.size >= PACK_BYTES:
+                    self._adopt(writer)
+                    writer = None
+            self._drop_pack(pack)
+        if writer is not None:
+            self._adopt(writer)
+
+    def _adopt(self, writer: PackWriter) -> None:
+        pack = bytes.fromhex(writer.finish())
+        self._store.backend.adopt(pack_name(pack), writer.path)
+        self._txn.put("packs", pack, b'{"size": %d}' % writer.size)
+        for record in writer.records:
+            put_location(self._txn, pack, record)
+
+    def _drop_pack(self, pack: bytes) -> None:
+        self.doomed.append(pack_name(pack))
+        if not self._dry_run:
+            self._txn.delete("packs", pack)
+
+    def _sweep_manifests(self, live: set[str]) -> int:
+        """Remove dead manifests and their statistics from the catalog; return how many there were."""
+        dead = [key for key, _ in self._txn.items("manifests") if key.hex() not in live]
+        if self._dry_run:
+            return len(dead)
+        for key in dead:
+            self._txn.delete("manifests", key)
+            for table in ("statistics", "thresholds", "checksums"):
+                for entry in [entry for entry, _ in self._txn.items(table, key)]:
+                    self._txn.delete(table, entry)
+        return len(dead)
+
+    def _sweep_objects(self, manifests: set[str], plans: set[str]) -> int:
+        """Doom the files of dead manifests and plans, and packs that the catalog does not know; return bytes."""
+        backend = self._store.backend
+        known_packs = {pack_name(key) for key, _ in self._txn.items("packs")} | set(self.doomed)
+        keep = {manifest_name(m) for m in manifests} | {plan_name(p) for p in plans} | known_packs
+        freed = 0
+        for prefix in ("packs", "manifests", "plans"):
+            for name, size in backend.list(prefix):
+                if name not in keep and is_hex_id(Path(name).stem):
+                    self.doomed.append(name)
+                    freed += size
+        return freed

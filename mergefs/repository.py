@@ -1,0 +1,118 @@
+"""`Repository`: everything that can be done with a repository, in one object. The command line is a thin layer
+over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergefs.store import Store
+
+if TYPE_CHECKING:
+    from mergefs.fsck import FsckReport
+    from mergefs.gc import GcReport
+    from mergefs.ingest import IngestReport, Progress
+    from mergefs.inspection import StatsReport
+    from mergefs.merge.engine import MergeReport
+    from mergefs.planner.resolve import Planned
+    from mergefs.recipe import Recipe
+    from mergefs.serve.export import ExportReport
+    from mergefs.serve.mount import MountInfo
+    from mergefs.serve.view import View
+    from mergefs.serve.zarr_store import BlockStore, ModelStore
+
+
+class Repository(Store):
+    """An open repository; see `Repository.init` and `Repository.open`.
+
+    Modules that do the work are imported when they are first needed.
+    """
+
+    def ingest(
+        self,
+        path: str | Path,
+        name: str,
+        *,
+        base: str | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> IngestReport:
+        """Take in a checkpoint; see `mergefs.ingest.ingest`."""
+        from mergefs.ingest import ingest
+
+        return ingest(self, path, name, base=base, threads=threads, progress=progress)
+
+    def plan(self, recipe: Recipe, *, budget: str | None = None, seed: int = 0, save: bool = True) -> Planned:
+        """Resolve a recipe without running it; see `mergefs.planner.resolve.make_plan`.
+
+        With `save`, the plan is stored until the next gc.
+        """
+        from mergefs.blocks.reader import ReadCounter
+        from mergefs.planner.resolve import make_plan
+        from mergefs.store import plan_name
+
+        planned = make_plan(self, recipe, budget=budget, seed=seed, counter=ReadCounter())
+        if save:
+            self.backend.put(plan_name(planned.plan.id), planned.plan.encoded)
+        return planned
+
+    def merge(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:
+        """Merge models; see `mergefs.merge.engine.merge` for the options."""
+        from mergefs.merge.engine import merge
+
+        return merge(self, recipe, name, **options)
+
+    def materialize(self, name: str, **options: Any) -> MergeReport:
+        """Derive and store a lazy merge's blocks; see `mergefs.merge.engine.materialize`."""
+        from mergefs.merge.engine import materialize
+
+        return materialize(self, name, **options)
+
+    def view(self, name: str, **options: Any) -> View:
+        """Open a model for reading; see `mergefs.serve.view.View`."""
+        from mergefs.serve.view import View
+
+        return View(self, name, **options)
+
+    def zarr(self, name: str) -> ModelStore:
+        """Return a model as a read-only Zarr v3 store; see `mergefs.serve.zarr_store.ModelStore`."""
+        from mergefs.serve.zarr_store import ModelStore
+
+        return ModelStore(self.view(name))
+
+    def blocks(self) -> BlockStore:
+        """Return the blocks as a read-only Zarr store, keyed by block id."""
+        from mergefs.serve.zarr_store import BlockStore
+
+        return BlockStore(self)
+
+    def mount(self, directory: str | Path, name: str | None = None, **options: Any) -> MountInfo:
+        """Mount one model, or everything; see `mergefs.serve.mount.mount`."""
+        from mergefs.serve.mount import mount
+
+        return mount(self.path, name, Path(directory), **options)
+
+    def export(self, name: str, directory: str | Path, **options: Any) -> ExportReport:
+        """Write a model as an ordinary directory; see `mergefs.serve.export.export`."""
+        from mergefs.serve.export import export
+
+        with self.view(name) as view:
+            return export(view, Path(directory), **options)
+
+    def gc(self, *, dry_run: bool = False, **options: Any) -> GcReport:
+        """Free what nothing needs; see `mergefs.gc.collect`."""
+        from mergefs.gc import collect
+
+        return collect(self, dry_run=dry_run, **options)
+
+    def fsck(self, *, read_data: bool = False, progress: Progress | None = None) -> FsckReport:
+        """Check the repository; see `mergefs.fsck.check`."""
+        from mergefs.fsck import check
+
+        return check(self, read_data=read_data, progress=progress)
+
+    def stats(self) -> StatsReport:
+        """Return how much the repository holds."""
+        from mergefs.inspection import stats
+
+        return stats(self)
