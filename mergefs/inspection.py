@@ -8,6 +8,7 @@ from typing import Any
 
 from mergefs.catalog.tables import locations
 from mergefs.errors import MergefsError
+from mergefs.manifest import TensorData
 from mergefs.merge.lazy import load_plan
 from mergefs.serve.view import known_sha256
 from mergefs.store import Store
