@@ -6,6 +6,7 @@ exact delta in the value domain, the float32 difference of the two elements.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import name_key
 from mergefs.errors import CorruptionError
-from mergefs.hashing import Buffer
+from mergefs.hashing import Buffer, Hasher
 
 BLOCK = np.dtype([("energy", "<f8"), ("inner", "<f8"), ("largest", "<f4"), ("unchanged", "<u4")])
 """Per block: squared norm of the delta, inner product of delta and base, largest |delta|, and the number of
@@ -165,11 +166,12 @@ def measure_block(expert: NDArray[Any], base: NDArray[Any], first: int, unchange
 
     histogram = np.zeros(kernels.HISTOGRAM_BINS, np.uint32)
     sketch = np.zeros(SKETCH_SIZE, np.float64)
-    inexact = np.empty(expert.size, np.uint32)
+    inexact = np.empty(expert.size + 1, np.uint32)
     energy, inner, largest, _, count = kernels.measure(
         expert.astype(np.float32, copy=False),
         base.astype(np.float32, copy=False),
         first,
+        _signs(),
         histogram,
         sketch,
         inexact,
@@ -177,6 +179,13 @@ def measure_block(expert: NDArray[Any], base: NDArray[Any], first: int, unchange
     return BlockMeasure(
         energy, inner, float(largest), unchanged, expert.size, histogram, sketch, inexact[:count].copy()
     )
+
+
+@functools.cache
+def _signs() -> NDArray[np.float32]:
+    """Return the sketch's signs: bit 0 of the bytes of BLAKE3 in extended-output mode over b"mergefs-signs"."""
+    stream = Hasher(b"mergefs-signs").digest(length=1 << 16)
+    return np.where(np.frombuffer(stream, np.uint8) & 1, np.float32(-1), np.float32(1)).astype(np.float32)
 
 
 class Collector:

@@ -160,53 +160,71 @@ def look_up(source, table, out):
 
 
 @_jit
-def measure(expert, base, first, histogram, sketch, inexact):
+def measure(expert, base, first, signs, histogram, sketch, inexact):
     """Statistics of one block's delta.
+
+    The sketch is a count sketch: element e of the tensor is added to lane e mod 128 with a sign that is the
+    product of signs[e mod 65536] and a sign drawn from e div 65536, the same for every expert.
 
     Args:
         expert, base: float32[n] values.
-        first: the number of the block's first element in its tensor; the sketch's signs depend on it, so
-            that sketches of different experts can be compared.
+        first: the number of the block's first element in its tensor.
+        signs: float32[65536], each -1 or 1.
         histogram: uint32[32768], added to: counts of |delta| by the upper 16 bits of its float32.
-        sketch: float64[128], added to: a count sketch of the delta.
-        inexact: uint32[n], written to: the bits of those |delta| whose lower 16 bits are not zero.
+        sketch: float64[128], added to.
+        inexact: uint32[n + 1], written to: the bits of those |delta| whose lower 16 bits are not zero.
 
     Returns:
-        (energy, inner product with the base, largest |delta|, elements that are not finite, length of inexact)
+        (energy, inner product with the base, largest |delta|, non-finite elements, length of inexact). Elements
+        with a non-finite delta are left out of everything else.
     """
-    energy = 0.0
-    inner = 0.0
-    largest = np.float32(0.0)
+    lanes = 128
+    energy = np.zeros(lanes, np.float64)
+    inner = np.zeros(lanes, np.float64)
+    delta = np.empty(lanes, np.float32)
+    magnitude = np.empty(lanes, np.float32)
+    bits = magnitude.view(np.uint32)
+    largest = np.uint32(0)
     not_finite = 0
     count = 0
     n = expert.size
-    delta = np.empty(1024, np.float32)
-    bits = delta.view(np.uint32)
-    for start in range(0, n, 1024):
-        stop = min(1024, n - start)
+    start = 0
+    while start < n:
+        # Rows end where lanes do, so that within a row the lane is the place.
+        element = first + start
+        lane = element % lanes
+        stop = min(lanes - lane, n - start)
+        page = np.uint64(element >> 16) * np.uint64(0x9E3779B97F4A7C15)
+        page ^= page >> np.uint64(32)
+        page *= np.uint64(0xD6E8FEB86659FD93)
+        sign = np.float32(-1.0) if page >> np.uint64(63) else np.float32(1.0)
+        at = element & 0xFFFF
         for i in range(stop):
-            delta[i] = abs(expert[start + i] - base[start + i])
+            delta[i] = expert[start + i] - base[start + i]
+            magnitude[i] = abs(delta[i])
+        top = np.uint32(0)
         for i in range(stop):
-            b = bits[i]
-            if b >= np.uint32(0x7F800000):
-                not_finite += 1
-                continue
-            histogram[b >> np.uint32(16)] += np.uint32(1)
-            if b == np.uint32(0):
-                continue
-            if b & np.uint32(0xFFFF):
-                inexact[count] = b
-                count += 1
-            value = expert[start + i] - base[start + i]
-            energy += np.float64(value) * np.float64(value)
-            inner += np.float64(value) * np.float64(base[start + i])
-            largest = max(largest, delta[i])
-            mixed = (np.uint64(first) + np.uint64(start + i)) * np.uint64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> np.uint64(32)
-            mixed *= np.uint64(0xD6E8FEB86659FD93)
-            mixed >>= np.uint64(56)
-            if mixed & np.uint64(0x80):
-                sketch[mixed & np.uint64(0x7F)] -= value
-            else:
-                sketch[mixed & np.uint64(0x7F)] += value
-    return energy, inner, largest, not_finite, count
+            top = max(top, bits[i])
+        if top >= np.uint32(0x7F800000):
+            top = np.uint32(0)
+            for i in range(stop):
+                if bits[i] >= np.uint32(0x7F800000):
+                    not_finite += 1
+                    delta[i] = 0.0
+                    histogram[0] -= np.uint32(1)
+                    magnitude[i] = 0.0
+                top = max(top, bits[i])
+        largest = max(largest, top)
+        for i in range(stop):
+            histogram[bits[i] >> np.uint32(16)] += np.uint32(1)
+            inexact[count] = bits[i]
+            count += (bits[i] & np.uint32(0xFFFF)) != np.uint32(0)
+        for i in range(stop):
+            value = np.float64(delta[i])
+            energy[lane + i] += value * value
+            inner[lane + i] += value * np.float64(base[start + i]) if value != 0.0 else 0.0
+            sketch[lane + i] += np.float64(sign * signs[at + i] * delta[i])
+        start += stop
+    out = np.empty(1, np.uint32)
+    out[0] = largest
+    return energy.sum(), inner.sum(), out.view(np.float32)[0], not_finite, count

@@ -33,7 +33,7 @@ _DAEMON = "mergefs.serve.mount_daemon"
 _TYPE = "fuse.mergefs"
 _SOURCE = re.compile(r"mergefs:(\d+)")
 _END_SECONDS = 60.0
-# The kernel's default of 128 KiB makes eight requests of one block, and only two readers then keep two cores
+# The kernel's default of 128 KiB makes eight requests of one block, and then one reader does not keep two cores
 # decoding; measured in spec/decisions/0003-fuse-binding.md.
 _READAHEAD_KIB = 4096
 

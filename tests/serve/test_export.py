@@ -63,7 +63,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.init(tmp_path / "repo", BLOCK) as repository:
+    Repository.init(tmp_path / "repo", BLOCK).close()
+    with Repository.open(tmp_path / "repo", sync=False) as repository:
         repository.ingest(checkpoint(tmp_path / "model"), "model")
         yield repository
 

@@ -42,7 +42,8 @@ def checkpoint(folder: Path, seed: int) -> Path:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.init(tmp_path / "repo", BLOCK) as repository:
+    Repository.init(tmp_path / "repo", BLOCK).close()
+    with Repository.open(tmp_path / "repo", sync=False) as repository:
         repository.ingest(checkpoint(tmp_path / "one", 1), "one")
         repository.ingest(checkpoint(tmp_path / "two", 2), "demo@2")
         yield repository
