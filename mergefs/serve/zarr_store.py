@@ -282,7 +282,9 @@ class ModelStore(ReadOnlyStore):
 
     @cached_property
     def _root(self) -> bytes:
-        nodes = {path: self._metadata(path) for path in (*self._groups, *self.arrays) if path}
+        # zarr-python nests this by depth, and needs the children of a group next to each other.
+        paths = sorted(filter(None, (*self._groups, *self.arrays)), key=lambda p: (p.count("/"), p.rpartition("/")[0]))
+        nodes = {path: self._metadata(path) for path in paths}
         consolidated = {"kind": "inline", "must_understand": False, "metadata": nodes}
         return _json({**self._metadata(""), "consolidated_metadata": consolidated})
 
@@ -300,8 +302,8 @@ class ModelStore(ReadOnlyStore):
         """Return the metadata that a key stands for, or None where it is none."""
         if key == METADATA:
             return self._root
-        path, slash, name = key.rpartition("/")
-        if not slash or name != METADATA or not (path in self.arrays or path in self._groups):
+        path, _, name = key.rpartition("/")
+        if name != METADATA or not path or not (path in self.arrays or path in self._groups):
             return None
         return _json(self._metadata(path))
 

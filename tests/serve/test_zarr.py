@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import pickle
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -22,7 +21,7 @@ from zarr.core.buffer import Buffer, cpu, default_buffer_prototype
 from zarr.testing.store import StoreTests
 
 from mergefs.blocks.pack import NO_BASE
-from mergefs.hashing import digest, hex_digest
+from mergefs.hashing import hex_digest
 from mergefs.repository import Repository
 from mergefs.serve.view import View
 from mergefs.serve.zarr_store import BlockStore, ModelStore, array_path
@@ -108,9 +107,10 @@ def store(repository: Repository) -> Iterator[ModelStore]:
         yield store
 
 
-@pytest.fixture
-def group(store: ModelStore) -> zarr.Group:
-    return zarr.open_group(store, mode="r")
+@pytest.fixture(scope="module")
+def group(repository: Repository) -> Iterator[zarr.Group]:
+    with repository.zarr("model") as store:
+        yield zarr.open_group(store, mode="r")
 
 
 def array(group: zarr.Group, path: str) -> zarr.Array[Any]:
@@ -146,7 +146,7 @@ SELECTIONS: list[Any] = [
     np.s_[5, 7],
     np.s_[-1],
     np.s_[10:20, 100:200],
-    np.s_[::7, ::-11],
+    np.s_[::7, 5::11],
     np.s_[36:],
     np.s_[..., 300],
     np.s_[3:3],
@@ -158,17 +158,12 @@ SELECTIONS: list[Any] = [
 def test_selections_are_those_of_numpy(group: zarr.Group, name: str, selection: Any) -> None:
     found = array(group, f"all/{name}/matrix")
     whole = np.asarray(found[:])
-    try:
-        chosen = np.asarray(found[selection])
-    except zarr.errors.NegativeStepError:
-        pytest.skip("zarr has no negative steps")
+    chosen = np.asarray(found[selection])
     assert chosen.tobytes() == whole[selection].tobytes()
     assert chosen.shape == whole[selection].shape
 
 
-def test_only_the_blocks_that_are_needed_are_read(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_blocks_that_are_needed_are_read(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, int]] = []
     block = View.block
 
@@ -181,11 +176,10 @@ def test_only_the_blocks_that_are_needed_are_read(
         group = zarr.open_group(store, mode="r")
         found = array(group, "all/F32/matrix")
         assert read == []
-        assert found.chunks == (7, 301) or found.chunks[1] == 301
-        rows = found.chunks[0]
-        found[rows : rows + 2, 5]
+        assert found.chunks == (6, 301)
+        found[6:8, 5]
         assert read == [("all.F32.matrix", 1)]
-        found[rows - 1 : rows + 1]
+        found[5:7]
         assert sorted(read[1:]) == [("all.F32.matrix", 0), ("all.F32.matrix", 1)]
 
 
@@ -202,26 +196,18 @@ def test_an_expert_is_served_as_its_own_values(repository: Repository) -> None:
 
 def test_groups_are_the_folders_of_names(group: zarr.Group, repository: Repository) -> None:
     assert group.attrs["manifest"] == repository.resolve("model")
-    assert sorted(group) == ["%2E%2Eodd", "a", "a.b", "a.c", "all", "model", "slash%2Fname"] or sorted(group) == [
-        "..odd",
-        "a",
-        "a.b",
-        "a.c",
-        "all",
-        "model",
-        "slash%2Fname",
-    ]
+    assert sorted(group) == ["..odd", "a", "a.b", "a.c", "all", "model", "slash%2Fname"]
     layer = group["model/layers/0/mlp"]
     assert isinstance(layer, zarr.Group)
     assert sorted(layer.array_keys()) == ["w"]
     assert sorted(layer.group_keys()) == ["c"]
-    assert len(dict(group.members(max_depth=None))) == len(TENSORS) + 6 + len(FLOATS | WHOLE)
+    groups = {path for path, node in group.members(max_depth=None) if isinstance(node, zarr.Group)}
+    folders = {"a.c", "all", "model", "model/layers", "model/layers/0", "model/layers/0/mlp"}
+    assert groups == folders | {"model/layers/0/mlp/c"} | {f"all/{name}" for name in FLOATS | WHOLE}
 
 
 @pytest.mark.parametrize("consolidated", [True, False])
-def test_the_tree_is_the_same_with_and_without_consolidated_metadata(
-    store: ModelStore, consolidated: bool
-) -> None:
+def test_the_tree_is_the_same_with_and_without_consolidated_metadata(store: ModelStore, consolidated: bool) -> None:
     group = zarr.open_group(store, mode="r", use_consolidated=consolidated)
     arrays = {path for path, node in group.members(max_depth=None) if isinstance(node, zarr.Array)}
     assert arrays == set(store.arrays)

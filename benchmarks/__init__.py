@@ -1,0 +1,1 @@
+"""Benchmarks: run them as modules from the repository's folder, such as `python -m benchmarks.baseline`."""

@@ -1,0 +1,208 @@
+"""What a merge reports as read is what the operating system read from the packs, and stays within the budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mergefs import Repository
+from mergefs.blocks.reader import pack_name
+from tools import synth
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPERTS = 3
+TOLERANCE = 0.05
+ATTEMPTS = 3
+
+# 42 MB, most of it in matrices whose blocks are whole, as in real models.
+SHAPE = {
+    **synth.CONFIGS["tiny"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 1,
+    "max_window_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 8192,
+}
+
+# Runs one command of mergefs; its last line says how many bytes the disk gave meanwhile.
+MEASURED = """
+import sys
+import mergefs.blocks.kernels, mergefs.merge.engine, mergefs.merge.kernels
+from mergefs.cli import cli
+
+def read_bytes():
+    with open("/proc/self/io") as io:
+        return next(int(line.split()[1]) for line in io if line.startswith("read_bytes:"))
+
+before = read_bytes()
+cli.main(sys.argv[1:], standalone_mode=False)
+print(read_bytes() - before)
+"""
+
+# Reads one file to its end, 1 MiB at a time.
+READING = """
+import sys
+
+def read_bytes():
+    with open("/proc/self/io") as io:
+        return next(int(line.split()[1]) for line in io if line.startswith("read_bytes:"))
+
+before = read_bytes()
+with open(sys.argv[1], "rb", buffering=0) as file:
+    while file.read(1 << 20):
+        pass
+print(read_bytes() - before)
+"""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A repository with a base and experts, and the packs that hold them."""
+
+    path: Path
+    recipe: Path
+    base_packs: frozenset[Path]
+    expert_packs: frozenset[Path]
+
+
+def child(code: str, *arguments: str | Path) -> list[str]:
+    """Run code in a new process and return its lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def evict(paths: Sequence[Path] | frozenset[Path]) -> None:
+    """Have the kernel forget what it has in memory of some files. No other file is touched, and no right needed."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # dirty pages are not dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def packs_of(repo: Repository, ref: str) -> frozenset[Path]:
+    """Return the packs that the blocks of a model's tensors lie in."""
+    blocks = {bytes.fromhex(b) for t in repo.manifest(repo.resolve(ref)).tensors for b in t.blocks if b is not None}
+    located = repo.catalog.locate_all(blocks)
+    return frozenset(repo.path / pack_name(location.pack) for location in located.values())
+
+
+def write_recipe(path: Path, density: float) -> Path:
+    """Write a ties merge of all experts (JSON is YAML)."""
+    models = [{"model": f"expert-{i}", "parameters": {"weight": 1.0, "density": density}} for i in range(EXPERTS)]
+    path.write_text(json.dumps({"models": models, "merge_method": "ties", "base_model": "base"}))
+    return path
+
+
+def merge(prepared: Prepared, recipe: Path, name: str, budget: str) -> tuple[dict[str, Any], int]:
+    """Merge in a new process; return the report and the bytes that the disk gave."""
+    command = ("--repo", prepared.path, "merge", recipe, "--as", name, "--budget", budget, "--json")
+    report, disk = child(MEASURED, *command)
+    return json.loads(report), int(disk)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """A repository whose reads the operating system counts, with all programs in memory."""
+    if not Path("/proc/self/io").exists():
+        pytest.skip("the kernel has no /proc/PID/io")
+    folder = tmp_path_factory.mktemp("accounting")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(synth.CONFIGS, "accounting", SHAPE)
+        base, *experts = synth.make("accounting", EXPERTS, folder / "models")
+    with Repository.init(folder / "repository", block_size=1 << 20) as repo:
+        repo.ingest(base, "base")
+        for number, expert in enumerate(experts):
+            repo.ingest(expert, f"expert-{number}", base="base")
+        base_packs = packs_of(repo, "base")
+        expert_packs = frozenset[Path]().union(*(packs_of(repo, f"expert-{i}") for i in range(EXPERTS))) - base_packs
+    made = Prepared(folder / "repository", write_recipe(folder / "recipe.yaml", 0.5), base_packs, expert_packs)
+    skip_unless_counted(made.expert_packs)
+    # Reads every program, compiled loop and table of the catalog once; other blocks come out, so nothing is shared.
+    merge(made, write_recipe(folder / "warm.yaml", 0.6), "warm", "10%")
+    return made
+
+
+def skip_unless_counted(packs: frozenset[Path]) -> None:
+    """Skip where reading evicted files does not show in /proc/PID/io, or shows once they are in memory."""
+    pack = max(packs, key=lambda path: path.stat().st_size)
+    evict([pack])
+    cold = int(child(READING, pack)[0])
+    warm = int(child(READING, pack)[0])
+    size = pack.stat().st_size
+    if cold < size:
+        pytest.skip(
+            f"the file system of the temporary folder keeps evicted files in memory or does not count reads: {cold} of"
+            f" {size} bytes"
+        )
+    if warm > size // 10:
+        pytest.skip(
+            f"the file system of the temporary folder does not cache what was read: {warm} of {size} bytes again"
+        )
+
+
+def measure(
+    prepared: Prepared, packs: frozenset[Path], name: str, budget: str, kinds: tuple[str, ...]
+) -> dict[str, Any]:
+    """Merge with some packs out of memory; check that the disk gave what is reported for these kinds of reads.
+
+    Whatever else runs on the machine can push programs out of memory meanwhile, which adds to what the disk gives.
+    So it is tried again; too few bytes fail at once.
+    """
+    for _ in range(ATTEMPTS):
+        evict(packs)
+        report, disk = merge(prepared, prepared.recipe, name, budget)
+        reported = sum(report["read"][kind] for kind in kinds)
+        assert disk >= (1 - TOLERANCE) * reported
+        if disk <= (1 + TOLERANCE) * reported:
+            return report
+    pytest.fail(f"the disk gave {disk} bytes for the {reported} that were reported")
+
+
+def test_experts_and_base_lie_in_different_packs(prepared: Prepared) -> None:
+    assert prepared.expert_packs
+    assert prepared.base_packs
+    assert not prepared.expert_packs & prepared.base_packs
+
+
+def test_budget_caps_what_the_disk_gives_of_the_experts(prepared: Prepared) -> None:
+    report = measure(prepared, prepared.expert_packs, "ten", "10%", ("expert",))
+    assert report["budget_bytes"] <= report["expert_raw_bytes"] // 10
+    assert report["read"]["expert"] <= report["budget_bytes"]
+    assert report["read"]["expert"] > 0.9 * report["budget_bytes"], "the budget is hardly used: this test tests little"
+
+
+def test_all_packs_cold(prepared: Prepared) -> None:
+    packs = prepared.expert_packs | prepared.base_packs
+    measure(prepared, packs, "cold", "10%", ("expert", "base", "metadata"))
+
+
+def test_everything_read_without_a_binding_budget(prepared: Prepared) -> None:
+    report = measure(prepared, prepared.expert_packs, "all", "100%", ("expert",))
+    assert report["read"]["expert"] <= sum(path.stat().st_size for path in prepared.expert_packs)
+
+
+def test_warm_packs_cost_the_disk_nothing(prepared: Prepared) -> None:
+    """The control: what the other tests see comes from the packs that they evicted."""
+    for _ in range(ATTEMPTS):
+        merge(prepared, prepared.recipe, "ten", "10%")
+        report, disk = merge(prepared, prepared.recipe, "ten", "10%")
+        if disk <= TOLERANCE * report["read"]["expert"]:
+            return
+    pytest.fail(f"the disk gave {disk} bytes though all packs were in memory")
