@@ -1,6 +1,6 @@
 """The measurements behind spec/decisions: hash, zstd level and block size.
 
-    python -m benchmarks.choices DIR        DIR holds base/ and expert-0/, as tools/synth makes them
+python -m benchmarks.choices DIR        DIR holds base/ and expert-0/, as tools/synth makes them
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def levels(root: Path) -> None:
         rate = best(lambda level=level: zstd.compress(planes, level), planes.size, 5)
         back = best(lambda payload=payload, out=out: zstd.decompress(payload, out), planes.size, 5)
         print(
-            f"zstd level {level}: {len(payload) / planes.size:.4f} of raw, encodes {rate:.2f} GB/s, decodes {back:.2f} GB/s"
+            f"zstd level {level}: {len(payload) / planes.size:.4f} of raw, encodes {rate:.2f}, decodes {back:.2f} GB/s"
         )
 
 

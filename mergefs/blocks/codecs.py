@@ -157,12 +157,29 @@ def _bytes(buf: Any) -> memoryview:
 
 
 def _decompress(payload: Buffer, raw_length: int) -> NDArray[np.uint8]:
+    # The size that the frame claims is compared before anything is allocated for it.
+    claimed = _frame_content_size(payload)
+    if claimed != raw_length:
+        raise ValueError(f"a zstd frame of {claimed} bytes where {raw_length} are expected")
     out = np.empty(raw_length, np.uint8)
     if raw_length:
-        written = zstd.decompress(payload, out)
-        if len(written) != raw_length:
-            raise ValueError(f"zstd gave {len(written)} bytes instead of {raw_length}")
+        zstd.decompress(payload, out)
     return out
+
+
+def _frame_content_size(payload: Buffer) -> int:
+    """Return the content size in a zstd frame's header (RFC 8878, section 3.1.1.1)."""
+    head = bytes(payload[:18])
+    if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
+        raise ValueError("not a zstd frame")
+    descriptor = head[4]
+    single_segment = bool(descriptor & 0x20)
+    at = 5 + (0 if single_segment else 1) + (0, 1, 2, 4)[descriptor & 3]
+    flag = descriptor >> 6
+    width = (1 if single_segment else 0, 2, 4, 8)[flag]
+    if not width or len(head) < at + width:
+        raise ValueError("a zstd frame without its content size")
+    return int.from_bytes(head[at : at + width], "little") + (256 if flag == 1 else 0)
 
 
 def _shuffle(raw: Buffer, width: int) -> NDArray[np.uint8]:

@@ -45,7 +45,7 @@ def elect(base, deltas, thresholds, weights, normalize, scale, out):
         deltas: the same dtype, [k, n].
         thresholds: float64[k]; elements of smaller magnitude are trimmed.
         weights: float64[k].
-        normalize: divide by the sum of the weights that agree (by 1 where that is 0).
+        normalize: divide by the sum of the weights that agree (not where that is below 1e-8, as mergekit has it).
         scale: factor of the merged delta.
     """
     n = base.size
@@ -78,7 +78,7 @@ def elect(base, deltas, thresholds, weights, normalize, scale, out):
                 divisor[i] += w if agrees else 0.0
         for i in range(stop):
             m = merged[i]
-            if normalize and divisor[i] != 0.0:
+            if normalize and abs(divisor[i]) >= 1e-8:
                 m /= divisor[i]
             out[start + i] = np.float64(base[start + i]) + scale * m
 

@@ -203,4 +203,4 @@ def _flush_folder(folder: Path) -> None:
 def _remember(view: View, path: str, sha256: str) -> None:
     # It only saves the next reader some work: a catalog that cannot be written is no reason to fail.
     with suppress(MergefsError, OSError):
-        remember_sha256(view._store, view.manifest_id, path, sha256)
+        remember_sha256(view.store, view.manifest_id, path, sha256)

@@ -85,6 +85,11 @@ class View:
         """Give the lease back."""
         self._lease.release()
 
+    @property
+    def store(self) -> Store:
+        """The repository."""
+        return self._store
+
     # -- files ---------------------------------------------------------------------------------------------
 
     @cached_property
@@ -147,7 +152,7 @@ class View:
 
     def block(self, tensor: Tensor, number: int) -> Buffer:
         """Return the bytes of one block of a tensor."""
-        first, stop = self._extents(tensor)[number]
+        first, stop = tensor.grid(self.manifest.block_elements).extent(number)
         size = (stop - first) * tensor.dtype.itemsize
         return self._bytes(_Part(0, size, tensor.blocks[number], tensor, number))
 
@@ -160,8 +165,7 @@ class View:
         tensor = self._tensor(name)
         out = bytearray(tensor.nbytes)
         at = 0
-        for number, block in enumerate(tensor.blocks):
-            first, stop = self._extents(tensor)[number]
+        for number, (block, (first, stop)) in enumerate(zip(tensor.blocks, self._extents(tensor), strict=True)):
             part = _Part(0, (stop - first) * tensor.dtype.itemsize, block, tensor, number)
             out[at : at + part.size] = self._make(part)
             at += part.size

@@ -245,14 +245,14 @@ class ModelStore(ReadOnlyStore):
         return (
             isinstance(other, ModelStore)
             and other._view.manifest_id == self._view.manifest_id
-            and other._view._store.path == self._view._store.path
+            and other._view.store.path == self._view.store.path
         )
 
     def __repr__(self) -> str:
         return f"ModelStore({self._view.manifest_id[:12]!r})"
 
     def __reduce__(self) -> Any:
-        return _open_model, (str(self._view._store.path), self._view.manifest_id)
+        return _open_model, (str(self._view.store.path), self._view.manifest_id)
 
     def close(self) -> None:
         """Close the store and its view."""

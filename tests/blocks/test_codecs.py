@@ -164,8 +164,9 @@ def test_payloads_that_are_damaged_are_corruption(encoding: Encoding) -> None:
     for payload in (found.payload[:-1], b"", b"\0" * 20):
         with pytest.raises(CorruptionError):
             decode(encoding, payload, len(raw), kind.code, base)
-    with pytest.raises(CorruptionError):
-        decode(encoding, found.payload, 4092, kind.code, base)
+    for raw_length in (0, 4092, 4100):
+        with pytest.raises(CorruptionError):
+            decode(encoding, found.payload, raw_length, kind.code, base)
 
 
 def test_unknown_numbers_are_corruption() -> None:
