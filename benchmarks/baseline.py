@@ -227,7 +227,7 @@ def table(result: dict[str, Any]) -> str:
                 f"{step['peak_bytes'] / 2**20:.0f}",
                 f"{step['disk_read_bytes'] / 1e6:.1f}",
                 "" if read is None else f"{read['expert'] / 1e6:.1f} + {read['base'] / 1e6:.1f}",
-                "" if stored is None else f"{stored / step['raw_bytes']:.4f}",
+                "" if stored is None or lazy else f"{stored / step['raw_bytes']:.4f}",
             )
         )
     widths = [max(len(row[c]) for row in rows) for c in range(len(head))]
@@ -320,7 +320,11 @@ def _processor() -> str:
 
 def _file_system(folder: Path) -> str:
     shown = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=False)
-    return shown.stdout.strip() or "unknown file system"
+    found = shown.stdout.strip() or "unknown file system"
+    if shutil.which("findmnt"):
+        shown = subprocess.run(["findmnt", "-no", "FSTYPE", "-T", folder], capture_output=True, text=True, check=False)
+        found = shown.stdout.strip() or found
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:

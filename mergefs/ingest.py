@@ -24,7 +24,7 @@ from mergefs.checkpoint.safetensors import TensorEntry
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import CheckpointError
 from mergefs.hashing import Buffer, digest
-from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData
+from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData, safe_path
 from mergefs.pipeline import available_cores, ordered
 from mergefs.statistics import BlockMeasure, Collector, measure_block, statistics_key, unchanged_block
 from mergefs.store import Publication, Store, check_ref_name
@@ -136,6 +136,9 @@ def ingest(
     check_ref_name(name)
     base_id = None if base is None else store.resolve(base)
     checkpoint = open_checkpoint(path)
+    for file in checkpoint.files:
+        if not safe_path(file.path):
+            raise CheckpointError(f"{file.source}: the file name {file.path!r} cannot be stored; rename the file")
     for attempt in range(_ATTEMPTS):
         try:
             return _ingest(store, checkpoint, name, base_id, threads or available_cores(), progress)
@@ -270,8 +273,8 @@ class _Worker:
             encoded = None if self._writer.known(block) else codecs.encode(raw, entry.dtype)
             return _Done(piece, raw, block, encoded, NO_BASE, None)
         if block == piece.base and entry.dtype is base_dtype:
-            elements = piece.size // entry.dtype.itemsize
-            return _Done(piece, raw, block, None, NO_BASE, unchanged_block(elements))
+            same = unchanged_block(piece.size // entry.dtype.itemsize) if entry.dtype.is_float else None
+            return _Done(piece, raw, block, None, NO_BASE, same)
         known = self._writer.known(block)
         measurable = entry.dtype.is_float and base_dtype.is_float
         if known and not measurable:

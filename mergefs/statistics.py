@@ -167,9 +167,11 @@ def measure_block(expert: NDArray[Any], base: NDArray[Any], first: int, unchange
     histogram = np.zeros(kernels.HISTOGRAM_BINS, np.uint32)
     sketch = np.zeros(SKETCH_SIZE, np.float64)
     inexact = np.empty(expert.size + 1, np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expert, base = expert.astype(np.float32, copy=False), base.astype(np.float32, copy=False)
     energy, inner, largest, _, count = kernels.measure(
-        expert.astype(np.float32, copy=False),
-        base.astype(np.float32, copy=False),
+        expert,
+        base,
         first,
         _signs(),
         histogram,

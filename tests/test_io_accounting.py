@@ -20,7 +20,9 @@ from tools import synth
 ROOT = Path(__file__).resolve().parent.parent
 EXPERTS = 3
 TOLERANCE = 0.05
-ATTEMPTS = 3
+FIXED = 1 << 16
+"""Bytes that the catalog and the programs may have read besides."""
+ATTEMPTS = 4
 
 # 42 MB, most of it in matrices whose blocks are whole, as in real models.
 SHAPE = {
@@ -157,21 +159,40 @@ def skip_unless_counted(packs: frozenset[Path]) -> None:
         )
 
 
+class Canary:
+    """A file in memory, which nobody else knows: when it is gone, something emptied the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if not path.exists():
+            path.write_bytes(bytes(1 << 20))
+        child(READING, path)
+
+    @property
+    def is_gone(self) -> bool:
+        return int(child(READING, self._path)[0]) > 0
+
+
 def measure(
     prepared: Prepared, packs: frozenset[Path], name: str, budget: str, kinds: tuple[str, ...]
 ) -> dict[str, Any]:
     """Merge with some packs out of memory; check that the disk gave what is reported for these kinds of reads.
 
-    Whatever else runs on the machine can push programs out of memory meanwhile, which adds to what the disk gives.
-    So it is tried again; too few bytes fail at once.
+    Another process that empties the page cache meanwhile adds the programs and the other packs to what the disk
+    gives, so it is tried again. Too few bytes fail at once.
     """
+    undisturbed = 0
     for _ in range(ATTEMPTS):
+        canary = Canary(prepared.path.parent / "canary")
         evict(packs)
         report, disk = merge(prepared, prepared.recipe, name, budget)
         reported = sum(report["read"][kind] for kind in kinds)
         assert disk >= (1 - TOLERANCE) * reported
-        if disk <= (1 + TOLERANCE) * reported:
+        if disk <= (1 + TOLERANCE) * reported + FIXED:
             return report
+        undisturbed += not canary.is_gone
+    if not undisturbed:
+        pytest.skip("another process keeps emptying the page cache")
     pytest.fail(f"the disk gave {disk} bytes for the {reported} that were reported")
 
 
@@ -200,9 +221,4 @@ def test_everything_read_without_a_binding_budget(prepared: Prepared) -> None:
 
 def test_warm_packs_cost_the_disk_nothing(prepared: Prepared) -> None:
     """The control: what the other tests see comes from the packs that they evicted."""
-    for _ in range(ATTEMPTS):
-        merge(prepared, prepared.recipe, "ten", "10%")
-        report, disk = merge(prepared, prepared.recipe, "ten", "10%")
-        if disk <= TOLERANCE * report["read"]["expert"]:
-            return
-    pytest.fail(f"the disk gave {disk} bytes though all packs were in memory")
+    measure(prepared, frozenset(), "ten", "10%", ())

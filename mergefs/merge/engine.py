@@ -166,8 +166,8 @@ def _merge(
     with store.lease("merge", models):
         counter = ReadCounter()
         planned = make_plan(store, recipe, budget=budget, seed=seed, counter=counter, lookup=find)
-        if planned.plan.budget is not None:
-            counter.limit_expert(planned.plan.budget)
+        if planned.budget_bytes is not None:
+            counter.limit_expert(planned.budget_bytes)
         # The base may be one that the recipe does not name.
         with store.lease("merge", [planned.plan.base]):
             run = _Run(store, planned.plan, counter, threads, max_memory)

@@ -63,6 +63,12 @@ class Candidates:
         """Whether all of them are read."""
         return bool(self.chosen.all())
 
+    def cost_of(self, expert: int, tensor: str) -> int:
+        """Bytes of all changed blocks of one tensor of an expert."""
+        start, stop = np.searchsorted(self.tensor, (self._numbers[tensor], self._numbers[tensor] + 1))
+        mine = slice(int(start), int(stop))
+        return int(self.cost[mine][self.expert[mine] == expert].sum())
+
     def depths(self, tensor: str) -> tuple[str, ...]:
         """Return the depths of a tensor's blocks as a plan has them: a string of digits for each expert."""
         number = self._numbers[tensor]
@@ -116,6 +122,17 @@ def candidates(catalog: Catalog, base: Manifest, base_id: str, experts: tuple[Ma
         np.zeros(len(rows)),
         np.ones(len(rows), bool),
         len(experts),
+    )
+
+
+def base_cost(catalog: Catalog, base: Manifest) -> int:
+    """Return the physical bytes that reading all float tensors of the base takes."""
+    blocks = [bytes.fromhex(b) for tensor in base.tensors if tensor.dtype.is_float for b in tensor.blocks if b]
+    located = catalog.locate_all(set(blocks))
+    roots = catalog.locate_all({location.record.base for location in located.values()})
+    return sum(
+        location.record.length + (roots[location.record.base].record.length if location.record.base in roots else 0)
+        for location in (located[block] for block in blocks if block in located)
     )
 
 

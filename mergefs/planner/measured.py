@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,24 +31,34 @@ class Measurer:
         store: the repository.
         base, experts: manifest ids.
         counter: where bytes are counted that have to be read because the catalog does not know.
-        may_read: whether they may be; False under a budget, where what is unknown is estimated or refused.
+        spare: how many of those bytes may be read, or None for any number; beyond them, what is unknown is
+            estimated or refused.
+        cost: tells the bytes that reading one tensor of an expert takes.
     """
 
     def __init__(
-        self, store: Store, base: str, experts: tuple[str, ...], counter: ReadCounter, *, may_read: bool
+        self,
+        store: Store,
+        base: str,
+        experts: tuple[str, ...],
+        counter: ReadCounter,
+        *,
+        spare: int | None,
+        cost: Callable[[int, str], int],
     ) -> None:
         self._store = store
         self._base = base
         self._experts = experts
         self._reader = BlockReader(store.catalog, store.backend, counter)
-        self._may_read = may_read
+        self._spare = spare
+        self._cost = cost
         self._known: dict[str, dict[str, TensorStatistics]] = {}
 
     def statistics(self, expert: int, tensor: str) -> TensorStatistics:
         """Return the statistics of one tensor of an expert.
 
         Raises:
-            BudgetError: when the catalog has none and nothing may be read.
+            BudgetError: when the catalog has none and the tensor may not be read.
         """
         identity = self._experts[expert]
         if identity not in self._known:
@@ -56,7 +67,7 @@ class Measurer:
                 self._known[identity] = load(txn, identity, self._base, manifest.tensor_by_name)
         known = self._known[identity]
         if tensor not in known:
-            if not self._may_read:
+            if not self._affords(expert, tensor):
                 raise BudgetError(
                     f"the repository has no statistics of {identity[:12]} against the base {self._base[:12]}, which a"
                     " budget needs: ingest that expert's checkpoint again with --base (nothing is stored twice)"
@@ -79,11 +90,20 @@ class Measurer:
             kept = txn.get("thresholds", key)
         if kept is not None:
             return float(np.frombuffer(kept, "<f4")[0])
-        if not self._may_read:
+        if not self._affords(expert, tensor.name):
             return bin_value(int(statistics.bins[where[0]]))
         found = self._search(identity, tensor.name, int(statistics.bins[where[0]]), where[1])
         self._store.catalog.write(lambda txn: txn.put("thresholds", key, found.tobytes()))
         return float(found)
+
+    def _affords(self, expert: int, tensor: str) -> bool:
+        """Tell whether a tensor of an expert may be read, and take it from what is spare."""
+        if self._spare is not None:
+            cost = self._cost(expert, tensor)
+            if cost > self._spare:
+                return False
+            self._spare -= cost
+        return True
 
     def _measure(self, identity: str, name: str) -> TensorStatistics:
         tensor = self._store.manifest(identity).tensor_by_name[name]

@@ -9,7 +9,7 @@ from mergefs.blocks.reader import Kind, ReadCounter
 from mergefs.errors import BudgetError, RecipeError
 from mergefs.manifest import Manifest, Tensor
 from mergefs.merge import registry
-from mergefs.planner.allocate import Candidates, candidates, choose
+from mergefs.planner.allocate import Candidates, base_cost, candidates, choose
 from mergefs.planner.budget import parse_budget
 from mergefs.planner.measured import Measurer
 from mergefs.planner.plan import Plan, TensorPlan
@@ -86,16 +86,19 @@ def make_plan(
     limit = None if budget is None else parse_budget(budget, raw)
     draft = _draft(recipe, base_id, expert_ids, seed)
     found = candidates(store.catalog, base, base_id, experts)
-    if limit is not None and found.total_cost > limit:
+    # Without a base, deltas are taken from one of the experts, whose bytes then count as an expert's.
+    reference = base_cost(store.catalog, base) if base_id in expert_ids else 0
+    spare = None if limit is None else limit - reference - found.total_cost
+    measured = Measurer(
+        store, base_id, expert_ids, counter, spare=None if spare is None else max(0, spare), cost=found.cost_of
+    )
+    if limit is not None and spare is not None and spare < 0:
         if base_id in expert_ids:
             raise BudgetError(
                 "these models have no common base in the repository, so a budget cannot choose among their"
                 " deltas: ingest them with --base, or merge without a budget"
             )
-        measured = Measurer(store, base_id, expert_ids, counter, may_read=False)
         found = choose(found, measured, registry.method(recipe.method.name).importance(draft), limit)
-    else:
-        measured = Measurer(store, base_id, expert_ids, counter, may_read=True)
     binding = not found.everything
     depths = {name: found.depths(name) for name in found.tensors}
     tensors = tuple(
@@ -116,7 +119,7 @@ def make_plan(
         tensors,
         recipe.text,
     )
-    return Planned(plan, base, experts, raw, limit, found.chosen_cost, found)
+    return Planned(plan, base, experts, raw, limit, found.chosen_cost + reference, found)
 
 
 def common_base(store: Store, experts: tuple[str, ...]) -> str:
