@@ -225,15 +225,15 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 def _from_json(value: dict[str, Any]) -> Manifest:
     if value.get("format") != FORMAT:
         raise ValueError("it does not say that it is a manifest")
-    if value.get("version") != VERSION:
+    if type(value.get("version")) is not int or value["version"] != VERSION:
         raise FormatVersionError(
             f"the manifest has version {value.get('version')!r}; this mergefs reads version {VERSION}: upgrade it"
         )
     _only(value, {"format", "version", "block_elements", "files", "tensors", "lineage"})
     manifest = Manifest(
         _positive(value["block_elements"]),
-        tuple(_file(item) for item in value["files"]),
-        tuple(_tensor(item) for item in value["tensors"]),
+        tuple(_file(item) for item in _list(value["files"])),
+        tuple(_tensor(item) for item in _list(value["tensors"])),
         _lineage(value["lineage"]),
     )
     _check(manifest)
@@ -245,13 +245,13 @@ def _file(value: dict[str, Any]) -> FileRecipe:
     if not safe_path(value["path"]):
         raise ValueError(f"unsafe path {value['path']!r}")
     segments: list[Blob | TensorData] = []
-    for item in value["segments"]:
+    for item in _list(value["segments"]):
         if "blob" in item:
             _only(item, {"blob", "size"})
             segments.append(Blob(_id(item["blob"]), _positive(item["size"])))
         else:
             _only(item, {"tensor"})
-            segments.append(TensorData(str(item["tensor"])))
+            segments.append(TensorData(_text(item["tensor"])))
     sha256 = value["sha256"]
     return FileRecipe(value["path"], _natural(value["size"]), None if sha256 is None else _id(sha256), tuple(segments))
 
@@ -259,10 +259,10 @@ def _file(value: dict[str, Any]) -> FileRecipe:
 def _tensor(value: dict[str, Any]) -> Tensor:
     _only(value, {"name", "dtype", "shape", "blocks"})
     return Tensor(
-        str(value["name"]),
+        _text(value["name"]),
         DTYPES[value["dtype"]],
-        tuple(_natural(n) for n in value["shape"]),
-        tuple(None if block is None else _id(block) for block in value["blocks"]),
+        tuple(_natural(n) for n in _list(value["shape"])),
+        tuple(None if block is None else _id(block) for block in _list(value["blocks"])),
     )
 
 
@@ -271,12 +271,14 @@ def _lineage(value: dict[str, Any]) -> Lineage:
         _only(value, {"kind"})
         return Lineage("checkpoint")
     _only(value, {"kind", "plan", "base", "experts"})
+    if value["kind"] != "merge":
+        raise ValueError(f"unknown kind {value['kind']!r}")
     base = value["base"]
     return Lineage(
-        str(value["kind"]),
+        "merge",
         _id(value["plan"]),
         None if base is None else _id(base),
-        tuple(_id(expert) for expert in value["experts"]),
+        tuple(_id(expert) for expert in _list(value["experts"])),
     )
 
 
@@ -314,6 +316,18 @@ def _only(value: dict[str, Any], keys: set[str]) -> None:
 def _id(value: Any) -> str:
     if not isinstance(value, str) or not is_hex_id(value):
         raise ValueError(f"{value!r} is not an id")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is not a list")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
     return value
 
 

@@ -189,7 +189,7 @@ class Store:
         Raises:
             NotFoundError: when there is none, or the prefix fits several.
         """
-        found = self.catalog.ref(name) if name and len(name.encode()) <= 255 else None
+        found = self.catalog.ref(name) if _may_be_ref(name) else None
         if found is not None:
             return found
         if is_hex_prefix(name):
@@ -229,7 +229,7 @@ class Store:
         def delete(txn: Transaction) -> dict[str, str]:
             gone = {}
             for name in wanted:
-                value = txn.get("refs", name.encode()) if name and len(name.encode()) <= 255 else None
+                value = txn.get("refs", name.encode()) if _may_be_ref(name) else None
                 if value is None:
                     raise NotFoundError(f"there is no ref '{name}': 'mergefs ls' shows them")
                 gone[name] = str(json.loads(value)["manifest"])
@@ -301,6 +301,11 @@ def check_ref_name(name: str) -> None:
         )
     if is_hex_id(name):
         raise RefNameError(f"{name!r} cannot be a name: it looks like a manifest's id")
+
+
+def _may_be_ref(name: str) -> bool:
+    """Tell whether a name that somebody gave can be looked up."""
+    return 0 < len(name) <= 200 and set(name) <= _REF_CHARACTERS
 
 
 def find_repository(start: Path) -> Path:

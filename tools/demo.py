@@ -205,7 +205,7 @@ class Store:
                     subprocess.run(["fusermount3", "-u", "-z", directory], check=False)
         else:
             say("There is no FUSE here: exporting the models instead of mounting them.")
-            for manifest in manifests:
+            for manifest in dict.fromkeys(manifests):
                 self.call("export", manifest, directory / manifest)
             yield directory
 

@@ -110,6 +110,22 @@ class BlockReader:
             raise CorruptionError(f"block {block.hex()} is damaged: its bytes have another hash")
         return raw
 
+    def read_with_root(self, block: bytes, kind: Kind) -> dict[bytes, Buffer]:
+        """Return the bytes of a block, and of the one that it is encoded against where there is one, by id.
+
+        What is encoded against either can then be decoded without reading more; see `known` of `read`. The block
+        that everything there is encoded against comes first.
+
+        Raises:
+            CorruptionError, BudgetExceededError: see `read`.
+        """
+        known: dict[bytes, Buffer] = {}
+        location = self._catalog.locate(block)
+        if location is not None and location.record.base != NO_BASE:
+            known[location.record.base] = self.read(location.record.base, kind)
+        known[block] = self.read(block, kind, known)
+        return known
+
     def _base(self, record: Record, kind: Kind) -> Buffer:
         location = self._catalog.locate(record.base)
         if location is not None and location.record.base != NO_BASE:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -16,6 +18,8 @@ import click
 
 from mergefs.repository import Repository
 from mergefs.store import find_repository
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 threads_option = click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Default: all cores.")
@@ -73,6 +77,19 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed buffers instead of handing each back to the kernel.
+
+    Commands that work block by block free and take megabytes thousands of times; clearing fresh pages for them
+    took a quarter of such a command's time. What is kept is bounded by what is in use at once. Does nothing with
+    other C libraries.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, 256 << 20)
+        library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 @contextmanager

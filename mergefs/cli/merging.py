@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mergefs.cli.common import emit, json_option, progress, repository, table, threads_option
+from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, table, threads_option
 from mergefs.errors import NotFoundError
 from mergefs.merge.engine import MergeReport
 from mergefs.planner.explain import Explanation, explain_plan
@@ -31,9 +32,10 @@ memory_option = click.option("--max-memory", default="1GiB", show_default=True, 
 @click.pass_obj
 def plan(repo: str | None, recipe: str, budget: str | None, seed: int, as_json: bool) -> None:
     """Resolve RECIPE (mergekit YAML) into a plan and store it until the next gc."""
+    began = time.monotonic()
     with repository(repo) as opened:
         planned = opened.plan(Recipe.load(recipe), budget=budget, seed=seed)
-    emit(_plan_value(planned), as_json, lambda: _plan_text(planned))
+    emit(_plan_value(planned, began, len(planned.plan.encoded)), as_json, lambda: _plan_text(planned))
 
 
 @click.command()
@@ -44,10 +46,11 @@ def plan(repo: str | None, recipe: str, budget: str | None, seed: int, as_json: 
 @click.pass_obj
 def explain(repo: str | None, recipe: str, budget: str | None, seed: int, as_json: bool) -> None:
     """Show what the plan for RECIPE reads and skips, per expert and layer, and why."""
+    began = time.monotonic()
     with repository(repo) as opened:
         planned = opened.plan(Recipe.load(recipe), budget=budget, seed=seed, save=False)
         explanation = explain_plan(planned)
-    value = {**_plan_value(planned), "experts": explanation.experts, "layers": explanation.layers}
+    value = {**_plan_value(planned, began, 0), "experts": explanation.experts, "layers": explanation.layers}
     emit(value, as_json, lambda: _plan_text(planned) + "\n\n" + _explanation_text(explanation))
 
 
@@ -75,6 +78,7 @@ def merge(
     as_json: bool,
 ) -> None:
     """Merge models by RECIPE (mergekit YAML) into the model NAME."""
+    keep_freed_memory()
     parsed = Recipe.load(recipe)
     with repository(repo) as opened:
         lookup = _Ingesting(opened, parsed, threads) if may_ingest else None
@@ -101,6 +105,7 @@ def merge(
 @click.pass_obj
 def materialize(repo: str | None, ref: str, max_memory: str, threads: int | None, as_json: bool) -> None:
     """Derive and store every block of the lazy merge REF."""
+    keep_freed_memory()
     with repository(repo) as opened, progress("materializing") as tell:
         report = opened.materialize(ref, threads=threads, max_memory=parse_size(max_memory), progress=tell)
     emit(report, as_json, lambda: _merge_text(report))
@@ -147,7 +152,15 @@ class _Ingesting:
         return report.manifest
 
 
-def _plan_value(planned: Planned) -> dict[str, Any]:
+def _plan_value(planned: Planned, began: float, written: int) -> dict[str, Any]:
+    from mergefs.merge.derive import needs_arithmetic
+
+    found = planned.plan.tensor_by_name
+    blocks = [
+        needs_arithmetic(planned.plan, tensor, found[tensor.name].planned(number) if tensor.name in found else ())
+        for tensor in planned.base.tensors
+        for number in range(len(tensor.blocks))
+    ]
     return {
         "plan": planned.plan.id,
         "manifest": None,
@@ -156,11 +169,16 @@ def _plan_value(planned: Planned) -> dict[str, Any]:
         "budget_bytes": planned.budget_bytes,
         "expert_raw_bytes": planned.expert_raw_bytes,
         "read": {"expert": planned.expert_bytes, "base": None, "metadata": None},
+        "written_bytes": written,
         "everything": planned.candidates.everything,
         "blocks": {
+            "shared": blocks.count(False),
+            "derived": blocks.count(True),
+            "lazy": 0,
             "changed": len(planned.candidates.cost),
             "read": int(planned.candidates.chosen.sum()),
         },
+        "seconds": time.monotonic() - began,
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mergefs.cli.common import emit, json_option, progress, repository, table, threads_option
+from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, table, threads_option
 from mergefs.repository import Repository
 from mergefs.units import format_size
 
@@ -20,6 +20,7 @@ from mergefs.units import format_size
 @click.pass_obj
 def ingest(repo: str | None, checkpoint: str, name: str, base: str | None, threads: int | None, as_json: bool) -> None:
     """Take in CHECKPOINT: a Hugging Face directory, or a safetensors file."""
+    keep_freed_memory()
     with repository(repo) as opened, progress("ingesting") as tell:
         report = opened.ingest(checkpoint, name, base=base, threads=threads, progress=tell)
     moved = f"\n'{name}' named {report.previous[:12]} before" if report.previous else ""

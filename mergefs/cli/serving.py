@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mergefs.cli.common import emit, json_option, progress, repository, threads_option
+from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, threads_option
 from mergefs.units import format_size
 
 
@@ -66,6 +66,7 @@ def umount(repo: str | None, directory: str, as_json: bool) -> None:
 @click.pass_obj
 def export(repo: str | None, ref: str, directory: str, threads: int | None, as_json: bool) -> None:
     """Write the model REF as an ordinary Hugging Face directory."""
+    keep_freed_memory()
     with repository(repo) as opened, progress("exporting") as tell:
         report = opened.export(ref, directory, threads=threads, progress=tell)
     emit(

@@ -41,8 +41,8 @@ def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None
     if wants_double(sources, tensor, experts):
         values = values.astype(np.float64)
     deltas = np.empty((len(experts), values.size), values.dtype)
-    for row, delta in enumerate(DeltaIterator(sources, planned, number, base, values)):
-        deltas[row] = delta
+    for _ in DeltaIterator(sources, planned, number, base, values, out=deltas):
+        pass
     first, _ = _extent(sources, tensor, number)
     merged = registry.method(plan.method).merge(BlockInputs(plan, planned, values, deltas, experts, first))
     return from_float(merged, out)

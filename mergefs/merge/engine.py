@@ -201,7 +201,7 @@ class _Run:
         self._base = store.manifest(plan.base)
         self._reader = BlockReader(store.catalog, store.backend, counter)
         experts = tuple(store.manifest(expert) for expert in plan.experts)
-        self._sources = Sources(plan, self._base, experts, store.catalog, self._reader)
+        self._sources = Sources(plan, self._base, experts, self._reader)
         self._threads = _threads_within(max_memory, threads or available_cores(), len(experts), store)
 
     def lazy(self, name: str, began: float, planned: Planned) -> MergeReport:

@@ -55,32 +55,34 @@ def elect(base, deltas, thresholds, weights, normalize, scale, out):
     divisor = np.empty(tile, np.float64)
     for start in range(0, n, tile):
         stop = min(tile, n - start)
-        for i in range(stop):
-            total[i] = 0.0
-            merged[i] = 0.0
-            divisor[i] = 0.0
+        total[:] = 0.0
+        merged[:] = 0.0
+        divisor[:] = 0.0
         for k in range(weights.size):
             w = weights[k]
             limit = thresholds[k]
-            row = deltas[k]
+            row = deltas[k, start : start + stop]
             for i in range(stop):
-                d = np.float64(row[start + i])
+                d = np.float64(row[i])
                 total[i] += w * d if abs(d) >= limit else 0.0
         for k in range(weights.size):
             w = weights[k]
             limit = thresholds[k]
-            row = deltas[k]
+            row = deltas[k, start : start + stop]
             for i in range(stop):
-                d = np.float64(row[start + i])
+                # Without branches, so that it compiles to vector instructions. A total that is not a number
+                # elects the negative sign.
+                d = np.float64(row[i])
                 wd = w * d
-                agrees = abs(d) >= limit and ((wd > 0.0) if total[i] >= 0.0 else (wd < 0.0))
+                up = total[i] >= 0.0
+                agrees = (abs(d) >= limit) & ((up & (wd > 0.0)) | ((not up) & (wd < 0.0)))
                 merged[i] += wd if agrees else 0.0
                 divisor[i] += w if agrees else 0.0
+        if normalize:
+            for i in range(stop):
+                merged[i] /= divisor[i] if divisor[i] != 0.0 else 1.0
         for i in range(stop):
-            m = merged[i]
-            if normalize and abs(divisor[i]) >= 1e-8:
-                m /= divisor[i]
-            out[start + i] = np.float64(base[start + i]) + scale * m
+            out[start + i] = np.float64(base[start + i]) + scale * merged[i]
 
 
 @_jit

@@ -35,7 +35,6 @@ class Deriver:
             plan,
             store.manifest(plan.base),
             tuple(store.manifest(expert) for expert in plan.experts),
-            store.catalog,
             BlockReader(store.catalog, store.backend, counter),
         )
 

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, Kind
-from mergefs.catalog.tables import Catalog
 from mergefs.dtypes import DType
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
@@ -39,16 +38,13 @@ class Sources:
         plan: what is to be merged.
         base: the base's manifest.
         experts: the experts' manifests, in the plan's order.
-        catalog, reader: of the repository; the reader counts.
+        reader: of the repository; it counts.
     """
 
-    def __init__(
-        self, plan: Plan, base: Manifest, experts: tuple[Manifest, ...], catalog: Catalog, reader: BlockReader
-    ) -> None:
+    def __init__(self, plan: Plan, base: Manifest, experts: tuple[Manifest, ...], reader: BlockReader) -> None:
         self.plan = plan
         self.base = base
         self.experts = experts
-        self._catalog = catalog
         self._reader = reader
         # A recipe without a base measures deltas from its first model, whose bytes are then expert bytes.
         self._base_kind = Kind.EXPERT if plan.base in plan.experts else Kind.BASE
@@ -60,13 +56,8 @@ class Sources:
             CorruptionError: see `BlockReader.read`.
         """
         identity = _block_id(tensor, number)
-        known: dict[bytes, Buffer] = {}
-        location = self._catalog.locate(identity)
-        if location is not None and any(location.record.base):
-            root = location.record.base
-            known[root] = self._reader.read(root, self._base_kind)
-        known[identity] = raw = self._reader.read(identity, self._base_kind, known)
-        return BaseBlock(raw, known)
+        known = self._reader.read_with_root(identity, self._base_kind)
+        return BaseBlock(known[identity], known)
 
     def expert_block(self, expert: int, tensor: str, number: int, base: BaseBlock) -> tuple[Buffer, DType]:
         """Read a block of an expert.
@@ -87,12 +78,21 @@ class DeltaIterator:
     Args:
         sources: the models.
         tensor, number: which block.
-        base: the base's block at that place, and its values as float32[n] (or float64[n]).
+        base: the base's block at that place.
+        values: its values as float32[n] (or float64[n]).
+        out: an array [k, n] of their dtype whose rows are to hold the deltas, or None.
     """
 
     def __init__(
-        self, sources: Sources, tensor: TensorPlan, number: int, base: BaseBlock, values: NDArray[Any]
+        self,
+        sources: Sources,
+        tensor: TensorPlan,
+        number: int,
+        base: BaseBlock,
+        values: NDArray[Any],
+        out: NDArray[Any] | None = None,
     ) -> None:
+        self._out = out
         self._sources = sources
         self._tensor = tensor
         self._number = number
@@ -105,9 +105,10 @@ class DeltaIterator:
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         """Yield expert minus base, [n] of the base values' dtype, for each of `experts`."""
-        for expert in self.experts:
+        for row, expert in enumerate(self.experts):
             raw, dtype = self._sources.expert_block(expert, self._tensor.name, self._number, self._base)
-            yield np.subtract(to_float(raw, dtype), self._values, dtype=self._values.dtype)
+            out = None if self._out is None else self._out[row]
+            yield np.subtract(to_float(raw, dtype), self._values, out=out, dtype=self._values.dtype)
 
 
 def wants_double(sources: Sources, tensor: Tensor, experts: tuple[int, ...]) -> bool:

@@ -140,6 +140,6 @@ class Measurer:
         assert base_block is not None
         assert block is not None
         base_id = bytes.fromhex(base_block)
-        base = self._reader.read(base_id, Kind.BASE)
-        expert = self._reader.read(bytes.fromhex(block), Kind.EXPERT, {base_id: base})
-        return to_float(expert, tensor.dtype), to_float(base, twin.dtype)
+        known = self._reader.read_with_root(base_id, Kind.BASE)
+        expert = self._reader.read(bytes.fromhex(block), Kind.EXPERT, known)
+        return to_float(expert, tensor.dtype), to_float(known[base_id], twin.dtype)

@@ -373,7 +373,7 @@ def test_memory_limits_threads_and_not_the_result(models: Repository) -> None:
 
 def _sources(repository: Repository, planned: Any, counter: ReadCounter) -> Sources:
     reader = BlockReader(repository.catalog, repository.backend, counter)
-    return Sources(planned.plan, planned.base, planned.experts, repository.catalog, reader)
+    return Sources(planned.plan, planned.base, planned.experts, reader)
 
 
 def _again(repository: Repository) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -120,3 +122,16 @@ def test_norms_hardly_change(deltas: dict[str, np.ndarray]) -> None:
     norms = np.concatenate([delta.ravel() for delta in deltas.values() if delta.ndim == 2])
     assert 0 < np.mean(norms != 0) < 0.2
     assert np.abs(norms).max() < 0.02
+
+
+def test_command_line(tmp_path: Path) -> None:
+    launcher = Path(__file__).parents[2] / "tools" / "synth"
+    for arguments in (["tiny", "2", str(tmp_path), "--seed", "3"], ["--measure", str(tmp_path)]):
+        done = subprocess.run(
+            [sys.executable, launcher, *arguments], capture_output=True, text=True, check=True, cwd="/"
+        )
+    assert [line.split()[:2] for line in done.stdout.splitlines()[:3]] == [
+        ["expert-0", "matrices:"],
+        ["expert-0", "embeddings:"],
+        ["expert-0", "vectors:"],
+    ]
