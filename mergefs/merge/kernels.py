@@ -80,7 +80,7 @@ def elect(base, deltas, thresholds, weights, normalize, scale, out):
                 divisor[i] += w if agrees else 0.0
         if normalize:
             for i in range(stop):
-                merged[i] /= divisor[i] if divisor[i] != 0.0 else 1.0
+                merged[i] /= divisor[i] if abs(divisor[i]) >= 1e-8 else 1.0
         for i in range(stop):
             out[start + i] = np.float64(base[start + i]) + scale * merged[i]
 
