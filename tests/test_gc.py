@@ -266,6 +266,33 @@ def test_leases_end_with_their_work(models: Repository) -> None:
         assert txn.count("claims") == 0
 
 
+def test_ingest_and_merge_while_another_process_collects(models: Repository, tmp_path: Path) -> None:
+    """What gc takes for dead, an ingest may be about to use again: it then stores it anew."""
+    code = (
+        "import sys; from mergefs.repository import Repository; repository = Repository.open(sys.argv[1], sync=False)\n"
+        "print('ready', flush=True)\n"
+        "while True: repository.gc(rewrite_above=0)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(models.path)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        for turn in range(15):
+            models.remove(["x", "z"])
+            models.ingest(tmp_path / "x", "x", base="base")
+            models.ingest(tmp_path / "z", "z", base="base")
+            models.merge(recipe("ties", "xz", density=0.3 + turn / 100), "again", lazy=turn % 2 == 1)
+            assert served(models, "x") == tree(tmp_path / "x")
+            assert served(models, "again")
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert models.fsck(read_data=True).ok
+    models.gc(rewrite_above=0)
+    assert set(records(models)) >= needed(models, models.refs().values())
+
+
 # ----------------------------------------------------------------------------------------------- any order of all
 
 

@@ -14,7 +14,7 @@ from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
 from mergefs.blocks.writer import BlocksCollectedError, BlockWriter
 from mergefs.catalog.leases import Lease
 from mergefs.dtypes import DTYPES
-from mergefs.errors import UserError
+from mergefs.errors import NotFoundError, UserError
 from mergefs.hashing import digest
 from mergefs.manifest import Blob, Manifest, Tensor
 from mergefs.merge.derive import derive, needs_arithmetic, output_dtype
@@ -135,7 +135,8 @@ def materialize(
     """
     began = time.monotonic()
     identity = store.resolve(name)
-    check_ref_name(name)
+    if name not in store.refs():
+        raise NotFoundError(f"'{name}' is a manifest's id: name a ref, which then names the stored model")
     manifest = store.manifest(identity)
     if manifest.lineage.plan is None:
         raise UserError(f"'{name}' is a checkpoint, not a merge: there is nothing to materialize")
