@@ -17,6 +17,7 @@ from numcodecs.compat import ensure_contiguous_ndarray
 from numpy.typing import NDArray
 
 from mergefs.blocks.floats import unsigned
+from mergefs.blocks.zstd_frames import decompress
 from mergefs.dtypes import BY_CODE, DTYPES, DType
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
@@ -86,13 +87,13 @@ def decode(encoding: int, payload: Buffer, raw_length: int, dtype_code: int, bas
         if kind is Encoding.RAW:
             raw: Buffer = payload
         elif kind is Encoding.ZSTD:
-            raw = _decompress(payload, raw_length).data
+            raw = decompress(payload, raw_length).data
         elif kind is Encoding.SHUFFLE_ZSTD:
-            raw = _unshuffle(_decompress(payload, raw_length), dtype.itemsize)
+            raw = _unshuffle(decompress(payload, raw_length), dtype.itemsize)
         else:
             if base is None or len(base) != raw_length:
                 raise ValueError("its base block is missing or of another length")
-            raw = _ulp_decode(_decompress(payload, raw_length), base, dtype)
+            raw = _ulp_decode(decompress(payload, raw_length), base, dtype)
     except (ValueError, RuntimeError, KeyError) as error:
         raise CorruptionError(f"a block's payload does not decode: {error}") from error
     if len(raw) != raw_length:
@@ -154,32 +155,6 @@ class UlpDelta(Codec):  # type: ignore[misc]
 
 def _bytes(buf: Any) -> memoryview:
     return memoryview(ensure_contiguous_ndarray(buf).view(np.uint8))
-
-
-def _decompress(payload: Buffer, raw_length: int) -> NDArray[np.uint8]:
-    # The size that the frame claims is compared before anything is allocated for it.
-    claimed = _frame_content_size(payload)
-    if claimed != raw_length:
-        raise ValueError(f"a zstd frame of {claimed} bytes where {raw_length} are expected")
-    out = np.empty(raw_length, np.uint8)
-    if raw_length:
-        zstd.decompress(payload, out)
-    return out
-
-
-def _frame_content_size(payload: Buffer) -> int:
-    """Return the content size in a zstd frame's header (RFC 8878, section 3.1.1.1)."""
-    head = bytes(payload[:18])
-    if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
-        raise ValueError("not a zstd frame")
-    descriptor = head[4]
-    single_segment = bool(descriptor & 0x20)
-    at = 5 + (0 if single_segment else 1) + (0, 1, 2, 4)[descriptor & 3]
-    flag = descriptor >> 6
-    width = (1 if single_segment else 0, 2, 4, 8)[flag]
-    if not width or len(head) < at + width:
-        raise ValueError("a zstd frame without its content size")
-    return int.from_bytes(head[at : at + width], "little") + (256 if flag == 1 else 0)
 
 
 def _shuffle(raw: Buffer, width: int) -> NDArray[np.uint8]:
