@@ -1,0 +1,393 @@
+"""Any prefix of tiers decodes, all of them are exact, and damage is an error or other values, never a crash."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from mergefs.blocks import tiers, zstd_frames
+from mergefs.blocks.tiers import choice, encoder
+from mergefs.blocks.tiers.codec import TieredDelta
+from mergefs.blocks.tiers.kernels import plain, symbols, wide
+from mergefs.dtypes import DTYPES
+from mergefs.errors import CorruptionError
+
+BF16 = DTYPES["BF16"]
+EXACT: tuple[tiers.Exact, ...] = ("fast", "small")
+VECTORS = Path(__file__).parents[2] / "spec" / "vectors" / "tiers.json"
+SPECIAL = (
+    0x0000,
+    0x8000,
+    0x0001,
+    0x8001,
+    0x007F,
+    0x0080,
+    0x7EFF,
+    0x7F00,
+    0x7F7F,
+    0xFF7F,
+    0x7F80,
+    0xFF80,
+    0x7FC1,
+    0xFFFF,
+)
+Bits = NDArray[np.uint16]
+
+quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def bf16(values: Any) -> Bits:
+    """Return values cut to bf16."""
+    return (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def value(bits: Bits) -> NDArray[np.float32]:
+    """Return the values of bf16 bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+KINDS = {
+    "fine-tune": lambda g, r, n: (bf16(g), bf16(g + r.normal(0, 3e-4, n))),
+    "coarse grid": lambda g, r, n: (bf16(g), bf16(g + r.normal(0, 3e-5, n))),
+    "fine grid": lambda g, r, n: (bf16(g), bf16(g + r.normal(0, 3e-2, n))),
+    "any bits": lambda g, r, n: (r.integers(0, 65536, n), r.integers(0, 65536, n)),
+    "any finite": lambda g, r, n: (r.integers(0, 65536, n) & 0xBFFF, r.integers(0, 65536, n) & 0xBFFF),
+    "special": lambda g, r, n: (r.choice(SPECIAL, n), r.choice(SPECIAL, n)),
+    "special in a fine-tune": lambda g, r, n: (
+        np.where(r.random(n) < 0.1, r.choice(SPECIAL[:7], n), bf16(g)),
+        np.where(r.random(n) < 0.1, r.choice(SPECIAL[:7], n), bf16(g + r.normal(0, 3e-4, n))),
+    ),
+    "signed zeros": lambda g, r, n: (r.integers(0, 2, n) << 15, r.integers(0, 2, n) << 15),
+    "subnormal": lambda g, r, n: (r.integers(0, 256, n), r.integers(0, 2, n) << 15 | r.integers(0, 256, n)),
+    "equal": lambda g, r, n: (bf16(g), bf16(g)),
+    "base of zeros": lambda g, r, n: (np.zeros(n), bf16(g)),
+    "to zero": lambda g, r, n: (bf16(g), np.zeros(n)),
+    "one nan": lambda g, r, n: (bf16(g), np.where(np.arange(n) == n // 2, 0x7FC1, bf16(g + r.normal(0, 3e-4, n)))),
+    "some rows": lambda g, r, n: (bf16(g), bf16(g + r.normal(0, 3e-4, n) * (np.arange(n) // 96 % 5 == 0))),
+    "huge": lambda g, r, n: (bf16(g * 1e38), bf16(g * 1.1e38)),
+    "outlier": lambda g, r, n: (bf16(g), bf16(g + r.normal(0, 3e-4, n) + (np.arange(n) == n // 3) * 1e30)),
+}
+
+
+def block(kind: str, n: int, seed: int) -> tuple[Bits, Bits]:
+    """Return a base and an expert, uint16[n]."""
+    random = np.random.default_rng(seed)
+    with np.errstate(over="ignore", invalid="ignore"):
+        base, expert = KINDS[kind](random.normal(0, 0.05, n), random, n)
+    return np.asarray(base).astype(np.uint16), np.asarray(expert).astype(np.uint16)
+
+
+lengths = st.one_of(st.integers(0, 200), st.integers(201, 3000), st.sampled_from([4095, 4096, 4097, 8191, 20001]))
+blocks = st.builds(block, st.sampled_from(list(KINDS)), lengths, st.integers(0, 2**32 - 1))
+
+
+@pytest.fixture
+def always_coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give blocks of any size coarse tiers."""
+    monkeypatch.setattr(encoder, "FEWEST", 1)
+
+
+def check(base: Bits, expert: Bits, exact: tiers.Exact) -> tuple[bytes, ...]:
+    """Check what every block's tiers have to be, and return them."""
+    raw, base_raw = expert.tobytes(), base.tobytes()
+    encoded = tiers.encode_always(raw, base_raw, exact)
+    assert tiers.decode(encoded.tiers, base_raw) == raw
+    assert len(encoded.errors) == len(encoded.tiers) in (1, 4)
+    with np.errstate(invalid="ignore", over="ignore"):
+        true = value(expert) - value(base)
+    np.testing.assert_array_equal(tiers.decode_delta(encoded.tiers, base_raw), true)
+    assert not tiers.decode_delta((), base_raw).any()
+    for depth in range(1, len(encoded.tiers)):
+        delta = tiers.decode_delta(encoded.tiers[:depth], base_raw)
+        assert delta.dtype == np.float32
+        assert delta.shape == base.shape
+        measured = float(((true.astype(np.float64) - delta) ** 2).sum())
+        assert encoded.errors[depth - 1] == pytest.approx(measured, rel=0.01)
+    assert encoded.errors[-1] == 0
+    return encoded.tiers
+
+
+@quick
+@given(blocks, st.sampled_from(EXACT))
+def test_every_block_is_exact(pair: tuple[Bits, Bits], exact: tiers.Exact) -> None:
+    check(*pair, exact)
+
+
+@quick
+@given(blocks, st.sampled_from(EXACT))
+def test_every_block_is_exact_with_coarse_tiers(
+    always_coarse: None, pair: tuple[Bits, Bits], exact: tiers.Exact
+) -> None:
+    check(*pair, exact)
+
+
+@quick
+@given(st.data(), st.integers(0, 70), st.sampled_from(EXACT))
+def test_any_bits_are_exact(always_coarse: None, data: st.DataObject, n: int, exact: tiers.Exact) -> None:
+    bits = st.lists(st.integers(0, 65535) | st.sampled_from(SPECIAL), min_size=n, max_size=n)
+    base, expert = (np.array(data.draw(bits), np.uint16) for _ in range(2))
+    check(base, expert, exact)
+
+
+@quick
+@given(blocks, st.sampled_from(EXACT))
+def test_encode_gives_none_or_exact_tiers(pair: tuple[Bits, Bits], exact: tiers.Exact) -> None:
+    base, expert = pair
+    found = tiers.encode(expert.tobytes(), base.tobytes(), BF16, exact)
+    if found is not None:
+        assert np.isfinite(value(base)).all()
+        assert np.isfinite(value(expert)).all()
+        assert sum(map(len, found.tiers)) < 2 * base.size
+        assert tiers.decode(found.tiers, base.tobytes()) == expert.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["one nan", "huge", "special", "any bits", "any finite"])
+def test_blocks_for_other_encodings(kind: str) -> None:
+    base, expert = block(kind, 20000, 1)
+    assert tiers.encode(expert.tobytes(), base.tobytes(), BF16) is None
+
+
+def test_only_bf16_has_tiers() -> None:
+    base, expert = (bits.tobytes() for bits in block("fine-tune", 20000, 1))
+    for dtype in DTYPES.values():
+        assert (tiers.encode(expert, base, dtype) is None) == (dtype.name != "BF16")
+
+
+def test_lengths_have_to_agree() -> None:
+    base, expert = (bits.tobytes() for bits in block("fine-tune", 5000, 1))
+    with pytest.raises(ValueError, match="length"):
+        tiers.encode(expert, base[:-2], BF16)
+    found = tiers.encode_always(expert, base, "fast")
+    with pytest.raises(ValueError, match="does not fit"):
+        tiers.decode_delta(found.tiers, base, np.empty(4999, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("expert", "sizes", "errors"),
+    [
+        ("expert-lr1e-5", (0.25, 0.19), (0.75, 0.30, 0.14)),
+        ("expert-lr2e-5", (0.28, 0.225), (0.88, 0.38, 0.14)),
+        ("expert-lr1e-4", (0.40, 0.345), (0.88, 0.43, 0.17)),
+    ],
+)
+def test_real_matrices(
+    slices: Path, expert: str, sizes: tuple[float, float], errors: tuple[float, float, float]
+) -> None:
+    """Whole sizes, and the relative error of each coarse depth, with its bytes at most a fifth of raw."""
+    raw = energy = 0.0
+    whole = dict.fromkeys(EXACT, 0)
+    left, coarse = np.zeros(3), 0
+    with (
+        safe_open(slices / "base" / "model.safetensors", "pt") as base_file,
+        safe_open(slices / expert / "model.safetensors", "pt") as expert_file,
+    ):
+        for name in base_file.keys():  # noqa: SIM118
+            if base_file.get_tensor(name).ndim < 2 or "embedding" in name:
+                continue
+            base, changed = (
+                np.frombuffer(f.get_tensor(name).view(dtype=__import__("torch").int16).numpy().tobytes(), np.uint16)
+                for f in (base_file, expert_file)
+            )
+            raw += changed.nbytes
+            energy += float(((value(changed) - value(base)).astype(np.float64) ** 2).sum())
+            for exact in EXACT:
+                found = tiers.encode(changed.tobytes(), base.tobytes(), BF16, exact)
+                assert found is not None
+                assert tiers.decode(found.tiers, base.tobytes()) == changed.tobytes()
+                whole[exact] += sum(map(len, found.tiers))
+            left += found.errors[:3]
+            coarse += sum(map(len, found.tiers[:3]))
+    assert (whole["fast"] / raw, whole["small"] / raw) <= sizes
+    assert whole["small"] / raw <= sizes[1]
+    assert coarse / raw < 0.2
+    assert (np.sqrt(left / energy) < errors).all()
+
+
+@st.composite
+def damage(draw: st.DrawFn, payload: bytes) -> bytes:
+    """Return a payload that something happened to."""
+    changed = bytearray(payload)
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["flip", "head", "cut", "grow", "word", "copy"]))
+        at = draw(st.integers(0, max(len(changed) - 1, 0)))
+        if kind == "grow":
+            changed += draw(st.binary(min_size=1, max_size=20))
+        elif kind == "cut":
+            del changed[at:]
+        elif not changed:
+            break
+        elif kind == "flip":
+            changed[at] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "head":
+            changed[at % min(64, len(changed))] = draw(st.integers(0, 255))
+        elif kind == "word":
+            at %= min(80, len(changed))
+            changed[at : at + 4] = struct.pack("<I", draw(st.sampled_from([0, 1, 2**16, 2**31, 2**32 - 1])))
+        else:
+            start = draw(st.integers(0, len(changed) - 1))
+            changed[at : at + 16] = changed[start : start + 16]
+    return bytes(changed)
+
+
+def decodes_or_refuses(payloads: list[bytes], base: Bits) -> None:
+    """Check that nothing but a CorruptionError comes of any prefix."""
+    for depth in range(1, len(payloads) + 1):
+        try:
+            assert tiers.decode_delta(payloads[:depth], base.tobytes()).shape == base.shape
+        except CorruptionError:
+            pass
+    try:
+        assert len(tiers.decode(payloads, base.tobytes())) == 2 * base.size
+    except CorruptionError:
+        pass
+
+
+SOUND = [
+    (base, tiers.encode_always(expert.tobytes(), base.tobytes(), exact).tiers)
+    for base, expert in (block("fine-tune", 6001, 5), block("some rows", 30011, 6), block("any bits", 999, 7))
+    for exact in EXACT
+]
+
+
+@settings(quick, max_examples=400)
+@given(st.data(), st.sampled_from(range(len(SOUND))))
+def test_damage_is_refused_or_gives_other_values(data: st.DataObject, which: int) -> None:
+    base, sound = SOUND[which]
+    payloads = list(sound)
+    at = data.draw(st.integers(0, len(payloads) - 1))
+    payloads[at] = data.draw(damage(payloads[at]))
+    decodes_or_refuses(payloads, base)
+
+
+@settings(quick, max_examples=100)
+@given(st.data(), st.sampled_from(range(len(SOUND))))
+def test_tiers_of_other_blocks(data: st.DataObject, which: int) -> None:
+    base, _ = SOUND[which]
+    every = [payload for _, payloads in SOUND for payload in payloads]
+    decodes_or_refuses(data.draw(st.lists(st.sampled_from(every), min_size=1, max_size=6)), base)
+
+
+@pytest.mark.parametrize("which", range(len(SOUND)))
+def test_claimed_sizes_allocate_nothing(which: int) -> None:
+    base, sound = SOUND[which]
+    tiers.decode(sound, base.tobytes())  # what a thread keeps is there already
+    for at, payload in enumerate(sound):
+        for start in range(min(len(payload), 60)):
+            changed = payload[:start] + b"\xff\xff\xff\x7f" + payload[start + 4 :]
+            tracemalloc.start()
+            decodes_or_refuses([*sound[:at], changed, *sound[at + 1 :]], base)
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < (1 << 20) + 64 * base.size
+
+
+def test_truncated_and_misplaced_tiers() -> None:
+    base, sound = SOUND[0]
+    raw = base.tobytes()
+    for payloads in (sound[:3], sound[1:], sound[::-1], (*sound, sound[-1]), (sound[0], sound[3]), (b"",), ()):
+        with pytest.raises(CorruptionError):
+            tiers.decode(payloads, raw)
+    with pytest.raises(CorruptionError, match="another base"):
+        tiers.decode(sound, (base ^ 0x0080).tobytes())
+
+
+@quick
+@given(st.integers(0, 300), st.integers(0, 2**32 - 1), st.integers(0, 255))
+def test_both_forms_of_a_loop_agree(n: int, seed: int, limit: int) -> None:
+    """The vector instructions and the plain loops give the same bytes and the same values."""
+    random = np.random.default_rng(seed)
+    base = bf16(random.normal(0, 0.05, n))
+    expert = bf16(value(base) + random.normal(0, 3e-3, n))
+    before = random.integers(-3, 4, n).astype(np.int8)
+    q = (2 * before + np.where(before < 0, -1, 1) * random.integers(0, 2, n)).astype(np.int8)
+    codes, unit = np.uint64(random.integers(0, 2**63)), np.float32(2.0**-14)
+    results: list[list[Any]] = []
+    for form in (plain, wide):
+        delta, predicted = np.zeros(n, np.float32), np.zeros(n, np.uint16)
+        form.delta(base, q, codes, unit, limit, delta)
+        form.predict(base, q, codes, unit, predicted)
+        error = form.remaining(expert, base, q, codes, unit, limit, np.empty(1024, np.float32))
+        trits, bits = np.zeros(n + 40, np.uint8), np.zeros(n + 40, np.uint8)
+        x, y = form.split(q, before, base, limit, trits, bits)
+        packed = np.zeros(n // 5 + 1, np.uint8)
+        symbols.pack_trits(trits, x, packed)
+        unpacked, refined = np.zeros(n + 40, np.int8), before.copy()
+        form.unpack_trits(packed[: -(-x // 5)], symbols.TRITS, unpacked)
+        used = form.refine(refined, unpacked, bits.view(np.int8), base, limit)
+        assert used == (x, y)
+        results.append([delta, predicted, error, trits[:x], bits[:y], unpacked[:x], refined])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+    active = base >> 7 & 255 < limit if limit < 255 else np.ones(n, bool)
+    np.testing.assert_array_equal(results[0][-1], np.where(active, q, 2 * before))
+
+
+@pytest.mark.parametrize("exact", EXACT)
+def test_plain_loops_give_the_same_payloads(monkeypatch: pytest.MonkeyPatch, exact: tiers.Exact) -> None:
+    base, expert = block("fine-tune", 70001, 3)
+    found = check(base, expert, exact)
+    from mergefs.blocks.tiers import coarse
+
+    for name in choice.__all__:
+        monkeypatch.setattr(choice, name, getattr(plain, name))
+        monkeypatch.setattr(
+            coarse, "refine_elements" if name == "refine" else name, getattr(plain, name), raising=False
+        )
+    assert check(base, expert, exact) == found
+
+
+def test_frames_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a numcodecs that cannot decompress several frames in one call."""
+    monkeypatch.setattr(zstd_frames, "_takes_several", lambda: False)
+    check(*block("fine-tune", 6001, 5), "fast")
+
+
+@pytest.mark.parametrize("exact", EXACT)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [0, 1, 333, 5001])
+def test_numcodecs(exact: tiers.Exact, kind: str, n: int) -> None:
+    base, expert = block(kind, n, 2)
+    numcodecs.register_codec(TieredDelta)
+    made = TieredDelta(exact, base.tobytes())
+    codec = numcodecs.get_codec(made.get_config())
+    assert codec.get_config() == {"id": "mergefs_tiers", "exact": exact}
+    with pytest.raises(ValueError, match="base"):
+        codec.encode(expert)
+    codec.base = base.tobytes()
+    buffer = codec.encode(expert)
+    assert bytes(made.decode(buffer)) == expert.tobytes()
+    out = np.empty(2 * n, np.uint8)
+    made.decode(buffer, out)
+    assert out.tobytes() == expert.tobytes()
+    for damaged in (buffer[:-1], b"", b"\0", b"\xff" + buffer[1:], buffer + b"x"):
+        with pytest.raises(CorruptionError):
+            made.decode(damaged)
+
+
+def test_numcodecs_knows_two_exact_codings() -> None:
+    with pytest.raises(ValueError, match="no exact coding"):
+        TieredDelta("other")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("vector", json.loads(VECTORS.read_text()), ids=lambda v: v["name"])
+def test_vectors(vector: dict[str, Any]) -> None:
+    base = bytes.fromhex(vector["base"])
+    payloads = [bytes.fromhex(payload) for payload in vector["tiers"]]
+    if vector["expert"] is None:
+        with pytest.raises(CorruptionError):
+            tiers.decode(payloads, base)
+        return
+    assert tiers.decode(payloads, base).hex() == vector["expert"]
+    for depth, delta in enumerate(vector["deltas"], 1):
+        assert tiers.decode_delta(payloads[:depth], base).astype("<f4").tobytes().hex() == delta
