@@ -7,4 +7,7 @@ Importing these modules loads numba, so they are imported only where blocks are 
 - `q`: int8[n], signed quantised magnitudes;
 - `codes`: uint64, eight bytes of which byte m is the centroid code of |q| = m;
 - `unit`: float32, the power of two that codes count.
+
+A cached loop is compiled again when its own file changes, not when a function that it uses does: after editing `floats`
+or `quantise`, remove the cache (`__pycache__`).
 """

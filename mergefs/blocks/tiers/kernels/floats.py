@@ -48,4 +48,3 @@ def step(base, q, codes, unit):
     ulp = np.uint32(uint32(exponent) << uint32(23)).view(np.float32)
     size = np.float32(max(np.float32(np.float32(code) * unit), ulp))
     return np.uint32(size.view(np.uint32) | (uint32(q) & uint32(0x80000000))).view(np.float32)
-

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-from numba import float32, int8, int32, int64, uint8
+from numba import float32, int8, int32, int64, uint8, uint64
 
 from mergefs.blocks.tiers.kernels.floats import ordered, rounded, step, value
 from mergefs.blocks.tiers.kernels.quantise import LANES, PAGE, add_squares, total
@@ -119,3 +119,16 @@ def refine_from(start, q, trits, bits, base, limit, used_trits, used_bits):
         t -= int64(active & -zero)
         u -= int64(active & (zero - 1))
     return t, u
+
+
+@_jit
+def unpack_trits(packed, table, out):
+    """Write the trits of uint8[k] to `out` (int8[5 k + 3] or more); table: `symbols.TRITS`."""
+    for k in range(packed.size):
+        five = table[packed[k]]
+        i = 5 * k
+        out[i] = int8(five)
+        out[i + 1] = int8(five >> uint64(8))
+        out[i + 2] = int8(five >> uint64(16))
+        out[i + 3] = int8(five >> uint64(24))
+        out[i + 4] = int8(five >> uint64(32))

@@ -22,9 +22,9 @@ def add_squares(deltas, sums):
     whole = deltas.size // LANES * LANES
     for i in range(0, whole, LANES):
         for lane in range(LANES):
-            sums[lane] += float(deltas[i + lane]) * float(deltas[i + lane])
+            sums[lane] += np.float64(deltas[i + lane]) * np.float64(deltas[i + lane])
     for i in range(whole, deltas.size):
-        sums[0] += float(deltas[i]) * float(deltas[i])
+        sums[0] += np.float64(deltas[i]) * np.float64(deltas[i])
 
 
 @_jit
@@ -116,7 +116,7 @@ def sum_bins(expert, base, q, fine, stride, counts, sums):
             i = start + lane
             k = abs(int32(q[i])) | (int32(((base[i] >> 7) & 255) >= fine) << 4)
             lane_counts[lane, k] += 1
-            lane_sums[lane, k] += float(abs(np.float32(value(expert[i]) - value(base[i]))))
+            lane_sums[lane, k] += np.float64(abs(np.float32(value(expert[i]) - value(base[i]))))
     for k in range(32):
         counts[k >> 4, k & 15] = lane_counts[0, k] + lane_counts[1, k] + lane_counts[2, k] + lane_counts[3, k]
         sums[k >> 4, k & 15] = lane_sums[0, k] + lane_sums[1, k] + lane_sums[2, k] + lane_sums[3, k]

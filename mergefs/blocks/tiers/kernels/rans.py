@@ -68,11 +68,12 @@ def fill_table(frequencies, table):
 
 
 @_jit
-def encode(symbols, contexts, frequencies, words, states):
+def encode(symbols, keys, tables, frequencies, words, states):
     """Encode uint8[n] symbols, last first, n a multiple of 8.
 
     Args:
-        contexts: uint8[n], the table of each symbol.
+        keys: uint16[n], the symbols' contexts.
+        tables: uint8[2048], the number of the table of each.
         frequencies: int64[tables, 40].
         words: uint16[n or more], filled from its end.
         states: uint32[8], the final states are written to it.
@@ -91,7 +92,7 @@ def encode(symbols, contexts, frequencies, words, states):
         states[lane] = START
     at = words.size
     for i in range(symbols.size - 1, -1, -1):
-        j = (int64(contexts[i]) << 6) | int64(symbols[i])
+        j = (int64(tables[keys[i]]) << 6) | int64(symbols[i])
         f = slots[j, 0]
         x = states[i & 7]
         if uint64(x) >= (uint64(f) << uint64(32 - BITS)):
@@ -129,7 +130,7 @@ def decode(words, states, contexts, table, out):
     Args:
         words: uint16[k + 8], eight of them padding.
         states: uint32[8].
-        contexts: uint8[n].
+        contexts: uint8[n], the number of each symbol's table.
         table: of `fill_table`, for every context that occurs.
         out: uint8[n], written to.
 
@@ -190,7 +191,7 @@ def decode(words, states, contexts, table, out):
 
 @_jit
 def write_tables(frequencies, out):
-    """Write int64[tables, 40]: each a count of symbols, then so many frequencies of 7 bits a byte; return the length."""
+    """Write int64[tables, 40]: each a count of symbols, then their frequencies, 7 bits a byte; return the length."""
     k = 0
     for t in range(frequencies.shape[0]):
         n = 0

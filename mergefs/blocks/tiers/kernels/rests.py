@@ -6,7 +6,7 @@ import numba
 import numpy as np
 from numba import int16, int32, uint8, uint16, uint64
 
-from mergefs.blocks.tiers.kernels.floats import ordered, unordered
+from mergefs.blocks.tiers.kernels.floats import ordered, unordered, value
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 
@@ -104,3 +104,10 @@ def ungroup(grouped, base, places, out):
         k = places[c]
         out[i] = grouped[k]
         places[c] = k + uint64(1)
+
+
+@_jit
+def subtract(expert, base, out):
+    """Write the exact delta, float32[n]."""
+    for i in range(base.size):
+        out[i] = np.float32(value(expert[i]) - value(base[i]))

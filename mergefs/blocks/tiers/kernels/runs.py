@@ -47,4 +47,3 @@ def put(source, mask, out):
             for i in range(run * RUN, min(n, (run + 1) * RUN)):
                 out[i] = source[k]
                 k += 1
-

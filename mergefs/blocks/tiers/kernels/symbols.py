@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-from numba import int8, int32, int64, uint8, uint64
+from numba import int8, int32, int64, uint8
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 
@@ -85,19 +85,6 @@ def pack_bits(bits, count, out):
         for place in range(8):
             byte |= int32(bits[8 * k + place]) << place
         out[k] = uint8(byte)
-
-
-@_jit
-def unpack_trits(packed, table, out):
-    """Write the trits of uint8[k] to `out` (int8[5 k] or more); table: `TRITS`."""
-    for k in range(packed.size):
-        five = table[packed[k]]
-        i = 5 * k
-        out[i] = int8(five)
-        out[i + 1] = int8(five >> uint64(8))
-        out[i + 2] = int8(five >> uint64(16))
-        out[i + 3] = int8(five >> uint64(24))
-        out[i + 4] = int8(five >> uint64(32))
 
 
 @_jit

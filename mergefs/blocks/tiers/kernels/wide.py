@@ -8,6 +8,9 @@ elsewhere: see `EXPANDS`. Addresses and lengths come from the arrays, so nothing
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import numba
 import numpy as np
 from llvmlite import binding, ir
@@ -20,8 +23,10 @@ from mergefs.blocks.tiers.kernels.floats import value
 from mergefs.blocks.tiers.kernels.quantise import LANES, PAGE, add_squares, total
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+_intrinsic: Any = intrinsic
+_config: Any = config
 
-EXPANDS = "+avx512vbmi2" in (config.CPU_FEATURES or binding.get_host_cpu_features().flatten())
+EXPANDS = "+avx512vbmi2" in (_config.CPU_FEATURES or binding.get_host_cpu_features().flatten())
 """Whether this processor expands and compresses vectors of bytes in one instruction."""
 
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
@@ -79,7 +84,7 @@ class _Predicted:
         return ir.Constant(self.i32, [number] * 16)
 
 
-@intrinsic
+@_intrinsic
 def _delta16(typingctx, q, base, low, high, unit, bound, out):
     """`plain.delta` for 16 elements at these addresses; bound: the first grid class as float32 bits."""
     signature = types.int64(
@@ -98,7 +103,7 @@ def _delta16(typingctx, q, base, low, high, unit, bound, out):
     return signature, generate
 
 
-@intrinsic
+@_intrinsic
 def _predict16(typingctx, q, base, low, high, unit, out):
     """`plain.predict` for 16 elements at these addresses."""
     signature = types.int64(types.int64, types.int64, types.uint32, types.uint32, types.float32, types.int64)
@@ -134,7 +139,7 @@ class _Masks:
         return builder.or_(trits, builder.shl(bits, ir.Constant(_I64, 32)))
 
 
-@intrinsic
+@_intrinsic
 def _split32(typingctx, q, before, base, trits, bits, bound):
     """`plain.split` for 32 elements at these addresses; returns `_Masks.counts`."""
     signature = types.int64(types.int64, types.int64, types.int64, types.int64, types.int64, types.int16)
@@ -157,7 +162,7 @@ def _split32(typingctx, q, before, base, trits, bits, bound):
     return signature, generate
 
 
-@intrinsic
+@_intrinsic
 def _refine32(typingctx, q, base, trits, bits, bound):
     """`plain.refine` for 32 elements at these addresses; returns `_Masks.counts`."""
     signature = types.int64(types.int64, types.int64, types.int64, types.int64, types.int16)
@@ -175,6 +180,21 @@ def _refine32(typingctx, q, base, trits, bits, bound):
         bit = builder.select(negative, builder.sub(masks.none, bit), bit)
         _store(builder, builder.add(builder.add(builder.add(masks.q, masks.q), trit), bit), args[0], 1)
         return masks.counts(builder)
+
+    return signature, generate
+
+
+@_intrinsic
+def _store64(typingctx, address, number):
+    """Store eight bytes at any address, aligned or not."""
+    signature = types.int64(types.int64, types.uint64)
+
+    def generate(context, builder, signature, args):
+        number = args[1]
+        if sys.byteorder == "big":
+            number = builder.bswap(number)
+        _store(builder, number, args[0], 1)
+        return ir.Constant(_I64, 0)
 
     return signature, generate
 
@@ -229,7 +249,12 @@ def split(q, before, base, limit, trits, bits):
     written = 0
     for i in range(0, whole, 32):
         written += _split32(
-            at_q + i, at_before + i, at_base + 2 * i, at_trits + (written & 0xFFFFFFFF), at_bits + (written >> 32), bound
+            at_q + i,
+            at_before + i,
+            at_base + 2 * i,
+            at_trits + (written & 0xFFFFFFFF),
+            at_bits + (written >> 32),
+            bound,
         )
     return plain.split_from(whole, q, before, base, limit, trits, bits, written & 0xFFFFFFFF, written >> 32)
 
@@ -242,7 +267,13 @@ def refine(q, trits, bits, base, limit):
     whole = q.size // 32 * 32
     used = 0
     for i in range(0, whole, 32):
-        used += _refine32(
-            at_q + i, at_base + 2 * i, at_trits + (used & 0xFFFFFFFF), at_bits + (used >> 32), bound
-        )
+        used += _refine32(at_q + i, at_base + 2 * i, at_trits + (used & 0xFFFFFFFF), at_bits + (used >> 32), bound)
     return plain.refine_from(whole, q, trits, bits, base, limit, used & 0xFFFFFFFF, used >> 32)
+
+
+@_jit
+def unpack_trits(packed, table, out):
+    """See `plain.unpack_trits`. Eight bytes at a time: the next five overwrite the last three."""
+    at = out.ctypes.data
+    for k in range(packed.size):
+        _store64(at + 5 * k, table[packed[k]])

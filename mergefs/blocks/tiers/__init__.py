@@ -1,0 +1,118 @@
+"""Tiered lossless encoding of an expert's bf16 block against its base block. See spec/tiers.md.
+
+The first tiers quantise the delta coarsely, each refining the one before; the last one restores the exact bits. Any
+prefix of a block's tiers decodes to a delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergefs.dtypes import DType
+from mergefs.errors import CorruptionError
+from mergefs.hashing import Buffer
+
+if TYPE_CHECKING:
+    from mergefs.blocks.tiers.encoder import Encoded
+
+Exact = Literal["fast", "small"]
+"""The codings of the exact tier: zstd's decoding speed, or an entropy coder with context."""
+
+PAYS = 0.66
+"""All tiers together may take this share of the raw bytes: a bf16 block takes about as much without any base."""
+
+
+@dataclass(frozen=True)
+class TieredBlock:
+    """A block's tiers.
+
+    Attributes:
+        tiers: four payloads, or the exact one alone where few elements changed. Any prefix decodes.
+        errors: the squared error of the delta that remains after each tier; the last one is 0.
+    """
+
+    tiers: tuple[bytes, ...]
+    errors: tuple[float, ...]
+
+
+def encode(expert: Buffer, base: Buffer, dtype: DType, exact: Exact = "fast") -> TieredBlock | None:
+    """Encode an expert's block as tiers, where that applies and pays.
+
+    Args:
+        expert: the block's bytes.
+        base: the base block's bytes, as many.
+        dtype: their element type.
+        exact: the coding of the last tier.
+
+    Returns:
+        None where another encoding is to be used: for dtypes other than BF16, for blocks where an element of either
+        side is infinite, not a number or of a magnitude of 2^127 or more, and where tiers take over 0.66 of the raw
+        bytes (unrelated blocks; blocks of a few elements).
+    """
+    if dtype.name != "BF16":
+        return None
+    encoded = encode_always(expert, base, exact)
+    if not encoded.finite or sum(map(len, encoded.tiers)) > PAYS * len(expert):
+        return None
+    return TieredBlock(encoded.tiers, encoded.errors)
+
+
+def encode_always(expert: Buffer, base: Buffer, exact: Exact) -> Encoded:
+    """Encode any bf16 block as tiers, whether it pays or not."""
+    from mergefs.blocks.tiers import encoder
+
+    return encoder.encode(_bits(expert), _bits(base), exact)
+
+
+def decode_delta(tiers: Sequence[Buffer], base: Buffer, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """Return the delta, float32[n], that a prefix of a block's tiers gives: zeros for none, exact for all.
+
+    Args:
+        tiers: the first tiers of the block.
+        base: the bytes of its base block, which also say how large it is.
+        out: float32[n] to write to; a new array otherwise.
+
+    Raises:
+        CorruptionError: when a tier is damaged or was made for another base.
+    """
+    bits = _bits(base)
+    if out is None:
+        out = np.empty(bits.size, np.float32)
+    elif out.shape != bits.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+        raise ValueError(f"the delta of {bits.size} elements does not fit {out.dtype}{list(out.shape)}")
+    from mergefs.blocks.tiers import decoder
+
+    try:
+        decoder.delta(tiers, bits, out)
+    except (ValueError, RuntimeError) as error:
+        raise CorruptionError(f"a block's tiers do not decode: {error}") from error
+    return out
+
+
+def decode(tiers: Sequence[Buffer], base: Buffer) -> memoryview:
+    """Return the block's exact bytes from all of its tiers.
+
+    Args:
+        tiers: all tiers of the block.
+        base: the bytes of its base block, which also say how large it is.
+
+    Raises:
+        CorruptionError: when a tier is damaged or missing, or was made for another base. Damage that leaves valid
+            payloads gives other bytes: compare them with the block's id.
+    """
+    bits = _bits(base)
+    from mergefs.blocks.tiers import decoder
+
+    try:
+        return memoryview(decoder.exact(tiers, bits).view(np.uint8))
+    except (ValueError, RuntimeError) as error:
+        raise CorruptionError(f"a block's tiers do not decode: {error}") from error
+
+
+def _bits(raw: Buffer) -> NDArray[np.uint16]:
+    return np.frombuffer(raw, np.uint16)

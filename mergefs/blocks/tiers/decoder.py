@@ -1,0 +1,119 @@
+"""From tiers and the base's block to the expert's delta or exact bits.
+
+Every function raises ValueError or RuntimeError for payloads that do not fit the block. Memory is bounded by the block:
+every size that a payload claims is compared with what a block of that many elements can have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergefs.blocks import zstd_frames
+from mergefs.blocks.tiers import choice
+from mergefs.blocks.tiers.coarse import NOTHING, CoarseTier, Prediction
+from mergefs.blocks.tiers.exact_fast import FastTier
+from mergefs.blocks.tiers.exact_small import SmallTier
+from mergefs.blocks.tiers.kernels import rests, runs
+from mergefs.blocks.tiers.layout import COARSE_TIERS, Kind, read_header, split_mask
+from mergefs.blocks.tiers.scratch import room
+from mergefs.hashing import Buffer
+
+
+class Opened:
+    """The tiers of a block, taken apart.
+
+    Attributes:
+        full: uint16[N], the base's block.
+        base: uint16[n], its elements in changed runs, which are what tiers are about.
+        mask: which runs those are, or None where they are all.
+        coarse: the coarse tiers in order.
+        exact: the exact one, or None.
+    """
+
+    def __init__(self, tiers: Sequence[Buffer], base: NDArray[np.uint16]) -> None:
+        self.full = base
+        self.base = base
+        self.mask: NDArray[np.uint8] | None = None
+        self.coarse: list[CoarseTier] = []
+        self.exact: FastTier | SmallTier | None = None
+        payloads = [memoryview(tier).cast("B") for tier in tiers]
+        if payloads:
+            self.mask, payloads[0] = split_mask(payloads[0], base.size)
+        if self.mask is not None:
+            taken = room("base", base.size, np.uint16)
+            self.base = taken[: runs.take(base, self.mask, taken)]
+        if len(payloads) > COARSE_TIERS + 1:
+            raise ValueError(f"a block of {len(payloads)} tiers")
+        n = self.base.size
+        for index, payload in enumerate(payloads):
+            header = read_header(payload)
+            if not header.kind.exact:
+                self.coarse.append(CoarseTier.read(index, header, payload, n))
+            elif index < len(payloads) - 1:
+                raise ValueError("an exact tier before the last one")
+            else:
+                self.exact = (FastTier if header.kind is Kind.FAST else SmallTier).read(header, payload, n)
+        if len(self.coarse) > COARSE_TIERS or (self.exact is not None and len(self.coarse) not in (0, COARSE_TIERS)):
+            raise ValueError(f"a block of {len(self.coarse)} coarse tiers")
+
+    def unpack(self) -> tuple[NDArray[np.int8], list[NDArray[np.uint8]]]:
+        """Return the quantised magnitudes (int8[n]), and the contents of the exact tier's frames."""
+        frames = [frame for tier in self.coarse for frame in tier.frames]
+        if self.exact is not None:
+            frames.extend(self.exact.frames)
+        contents = zstd_frames.decompress_all(frames, room("frames", sum(f.size for f in frames), np.uint8))
+        q = room("q", self.base.size, np.int8)
+        q[:] = 0
+        for tier in self.coarse:
+            tier.refine(contents[: len(tier.frames)], q, self.base)
+            contents = contents[len(tier.frames) :]
+        return q, contents
+
+    @property
+    def prediction(self) -> Prediction:
+        """The last coarse tier's."""
+        return self.coarse[-1].prediction if self.coarse else NOTHING
+
+
+def delta(tiers: Sequence[Buffer], base: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+    """Write the delta that any prefix of a block's tiers gives to float32[n]."""
+    opened = Opened(tiers, base)
+    if opened.exact is not None:
+        rests.subtract(_exact(opened), base, out)
+        return
+    if not opened.coarse:
+        out[:] = 0
+        return
+    q, _ = opened.unpack()
+    found = out if opened.mask is None else room("delta", opened.base.size, np.float32)
+    prediction = opened.prediction
+    choice.delta(opened.base, q, prediction.codes, prediction.unit, prediction.grid, found)
+    if opened.mask is not None:
+        out[:] = 0
+        runs.put(found, opened.mask, out)
+
+
+def exact(tiers: Sequence[Buffer], base: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """Return the expert's bits, uint16[n], from all of a block's tiers."""
+    opened = Opened(tiers, base)
+    if opened.exact is None:
+        raise ValueError("the exact tier is missing")
+    return _exact(opened)
+
+
+def _exact(opened: Opened) -> NDArray[np.uint16]:
+    assert opened.exact is not None
+    n = opened.base.size
+    q, contents = opened.unpack()
+    predicted = room("predicted", n, np.uint16)
+    choice.predict(opened.base, q, opened.prediction.codes, opened.prediction.unit, predicted)
+    found = np.empty(n, np.uint16)
+    rests.apply(opened.exact.rests(contents, opened.base, q), predicted, q, found)
+    if opened.mask is None:
+        return found
+    out = opened.full.copy()
+    runs.put(found, opened.mask, out)
+    return out
