@@ -5,11 +5,13 @@
 DIR holds `base/` and one folder an expert, each with safetensors files in bf16. Matrices are tensors of two axes and
 more, embeddings left out, in the blocks that a repository cuts them into. Every block is decoded and compared.
 
-- `whole`: all tiers, as a share of the raw bytes; `depths`: bytes and relative error when every block is read equally deep.
-- `error at 5/10/15/20 %`: the relative error of the delta when at most that share of the raw bytes is read, each block at a
-  depth of its own: the best choice where there are at most 64 blocks, along the convex hulls where there are more.
-- Speeds are GB/s of raw bytes of one thread's CPU time on the largest block, the best of `--repeats`; decoding goes to an
-  array that is there already, as in an engine that merges block after block.
+- `whole`: all tiers, as a share of the raw bytes; equal depths: bytes and relative error when every block is read
+  equally deep.
+- `error at 5/10/15/20 %`: the relative error of the delta when at most that share of the raw bytes is read, each block
+  at a depth of its own: the best choice where there are at most 64 blocks, along the convex hulls where there are more.
+- Speeds are GB/s of raw bytes by CPU time on a block of full size (1 MiB: the beginning of the largest matrix), the
+  best of `--repeats`; coarse depths decode to an array that is there already, as in an engine that merges block after
+  block. Encoding includes measuring what error remains after each tier.
 
 Compared with: the single-shot difference in units in the last place (mergefs.blocks.codecs), XOR of the bits with zstd
 level 1 (as BitX of ZipLLM does), byte-shuffle and zstd without the base, and ZipNN without the base where the package
@@ -19,7 +21,9 @@ level 1 (as BitX of ZipLLM does), byte-shuffle and zstd without the base, and Zi
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -37,6 +41,7 @@ from safetensors.torch import load_file
 from mergefs.blocks import codecs, tiers
 from mergefs.blocks.geometry import grid
 from mergefs.dtypes import DTYPES
+from mergefs.hashing import Buffer
 
 RATES = (0.05, 0.10, 0.15, 0.20)
 BF16 = DTYPES["BF16"]
@@ -80,6 +85,13 @@ def blocks(base: dict[str, torch.Tensor], expert: dict[str, torch.Tensor], eleme
                 yield Block(raw[2 * start : 2 * stop], base_raw[2 * start : 2 * stop])
 
 
+def full_block(base: dict[str, torch.Tensor], expert: dict[str, torch.Tensor], elements: int) -> Block:
+    """Return the beginning of the largest matrix, of as many elements or all that it has."""
+    name = max(expert, key=lambda name: expert[name].numel() if name in base else 0)
+    raw, base_raw = (t[name].contiguous().view(torch.int16).numpy().tobytes() for t in (expert, base))
+    return Block(raw[: 2 * elements], base_raw[: 2 * elements])
+
+
 def hull(points: list[Point]) -> list[Point]:
     """Return the lower convex hull of points in the order of their sizes."""
     kept = points[:1]
@@ -108,7 +120,7 @@ def least_error(every: list[list[Point]], budget: float) -> float:
     steps = []
     for number, points in enumerate(every):
         corners = hull(points)
-        for a, b in zip(corners, corners[1:], strict=False):
+        for a, b in itertools.pairwise(corners):
             steps.append(((b.error - a.error) / (b.size - a.size), number, b.size - a.size, a.error - b.error))
     left, spent, stopped = sum(points[0].error for points in every), 0, set()
     for _, number, size, gain in sorted(steps):
@@ -121,16 +133,16 @@ def least_error(every: list[list[Point]], budget: float) -> float:
 
 
 def rate(action: Callable[[], object], size: int, repeats: int) -> float:
-    """Return GB/s for `size` bytes a run: the best of several, in CPU time of this thread."""
+    """Return GB/s for `size` bytes a run: the best of several, by CPU time (of all threads: some rivals have more)."""
     best = float("inf")
     for _ in range(repeats):
-        began = time.thread_time()
+        began = time.process_time()
         action()
-        best = min(best, time.thread_time() - began)
+        best = min(best, time.process_time() - began)
     return size / best / 1e9
 
 
-def measure(data: list[Block], exact: tiers.Exact, repeats: int) -> dict[str, Any]:
+def measure(data: list[Block], timed: Block, exact: tiers.Exact, repeats: int) -> dict[str, Any]:
     """Return the figures of one expert's tiers."""
     raw, every = 0, []
     for block in data:
@@ -142,9 +154,8 @@ def measure(data: list[Block], exact: tiers.Exact, repeats: int) -> dict[str, An
         raw += len(block.expert)
         every.append([Point(0, energy), *map(Point, ends, encoded.errors)])
     energy = sum(points[0].error for points in every)
-    largest = max(data, key=lambda block: len(block.expert))
-    size = len(largest.expert)
-    payloads = tiers.encode_always(*largest, exact).tiers
+    size = len(timed.expert)
+    payloads = tiers.encode_always(*timed, exact).tiers
     delta = np.empty(size // 2, np.float32)
     return {
         "whole": sum(points[-1].size for points in every) / raw,
@@ -156,12 +167,12 @@ def measure(data: list[Block], exact: tiers.Exact, repeats: int) -> dict[str, An
             }
             for depth in range(1, max(map(len, every)))
         ],
-        "encode": rate(lambda: tiers.encode_always(*largest, exact), size, repeats),
+        "encode": rate(lambda: tiers.encode_always(*timed, exact), size, repeats),
         "decode_depths": [
-            rate(lambda d=depth: tiers.decode_delta(payloads[:d], largest.base, delta), size, repeats)
+            rate(functools.partial(tiers.decode_delta, payloads[:depth], timed.base, delta), size, repeats)
             for depth in range(1, len(payloads))
         ],
-        "decode": rate(lambda: tiers.decode(payloads, largest.base), size, repeats),
+        "decode": rate(lambda: tiers.decode(payloads, timed.base), size, repeats),
     }
 
 
@@ -171,7 +182,7 @@ Codec = tuple[Callable[[Block], Any], Callable[[Any, Block], Any]]
 def rivals() -> dict[str, Codec]:
     """Return encoders and decoders of a whole block by name."""
 
-    def bits(raw: bytes) -> NDArray[np.uint16]:
+    def bits(raw: Buffer) -> NDArray[np.uint16]:
         return np.frombuffer(raw, np.uint16)
 
     def decode(encoded: codecs.Encoded, block: Block) -> Any:
@@ -196,28 +207,30 @@ def rivals() -> dict[str, Codec]:
         "byte-shuffle, zstd, no base": (lambda block: codecs.encode(block.expert, BF16), decode),
     }
     try:
-        zipnn = importlib.import_module("zipnn").ZipNN(bytearray_dtype="bfloat16")
+        zipnn = importlib.import_module("zipnn").ZipNN(bytearray_dtype="bfloat16", threads=1)
     except ImportError:
         return found
-    found["ZipNN, no base"] = (lambda block: zipnn.compress(block.expert), lambda payload, _: zipnn.decompress(payload))
+    found["ZipNN, no base"] = (
+        lambda block: zipnn.compress(bytearray(block.expert)),  # a copy: it reorders its input in place
+        lambda payload, _: zipnn.decompress(payload),
+    )
     return found
 
 
-def compare(data: list[Block], codec: Codec, repeats: int) -> dict[str, float]:
+def compare(data: list[Block], timed: Block, codec: Codec, repeats: int) -> dict[str, float]:
     """Return size and speeds of an encoding without tiers."""
     encode, decode = codec
     size = 0
     for block in data:
-        encoded = encode(block)
+        encoded: Any = encode(block)
         if bytes(decode(encoded, block)) != block.expert:
             raise AssertionError("a block does not decode to its bytes")
-        size += len(getattr(encoded, "payload", encoded))
-    largest = max(data, key=lambda block: len(block.expert))
-    encoded, raw = encode(largest), len(largest.expert)
+        size += len(encoded.payload if isinstance(encoded, codecs.Encoded) else encoded)
+    encoded, raw = encode(timed), len(timed.expert)
     return {
         "whole": size / sum(len(block.expert) for block in data),
-        "encode": rate(lambda: encode(largest), raw, repeats),
-        "decode": rate(lambda: decode(encoded, largest), raw, repeats),
+        "encode": rate(lambda: encode(timed), raw, repeats),
+        "decode": rate(lambda: decode(encoded, timed), raw, repeats),
     }
 
 
@@ -254,14 +267,17 @@ def main() -> None:
     for folder in sorted(options.slices.iterdir()):
         if folder.name == "base" or not folder.is_dir():
             continue
-        data = list(blocks(base, load(folder), options.block_elements))
+        expert = load(folder)
+        data = list(blocks(base, expert, options.block_elements))
         if not data:
             continue
-        encodings: dict[str, Any] = {f"tiers, {exact}": measure(data, exact, options.repeats) for exact in EXACT}
-        encodings |= {name: compare(data, codec, options.repeats) for name, codec in rivals().items()}
+        timed = full_block(base, expert, options.block_elements)
+        encodings: dict[str, Any] = {f"tiers, {exact}": measure(data, timed, exact, options.repeats) for exact in EXACT}
+        encodings |= {name: compare(data, timed, codec, options.repeats) for name, codec in rivals().items()}
         results["experts"][folder.name] = {
             "blocks": len(data),
             "raw_bytes": sum(len(block.expert) for block in data),
+            "timed_bytes": len(timed.expert),
             "encodings": encodings,
         }
     if options.json:

@@ -7,15 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.blocks.tiers.choice import refine as refine_elements
-from mergefs.blocks.tiers.choice import split, unpack_trits
+from mergefs.blocks.tiers import choice
 from mergefs.blocks.tiers.kernels import symbols
 from mergefs.blocks.tiers.layout import HEADER_SIZE, Header, Kind, compress, cut, read_sized, sized
 from mergefs.blocks.tiers.scratch import room
 from mergefs.blocks.zstd_frames import Frame
 
 SPARE = 40
-"""Symbols that a loop may read past the last one."""
+"""Symbols that a loop may read or write past the last one."""
 
 
 class Prediction(NamedTuple):
@@ -46,7 +45,7 @@ NOTHING = Prediction(np.uint64(0), np.float32(0), 255)
 def write_sparse(q: NDArray[np.int8], codes: NDArray[np.uint8], header: Header) -> bytes:
     """Return tier 0's payload: q is -1, 0 or 1; the header's x and y are filled in."""
     gaps = room("symbols", q.size + q.size // symbols.SKIP + 1, np.uint8)
-    size = symbols.write_gaps(q, gaps)
+    size = symbols.write_gaps(q, room("places", q.size + 1, np.uint32), gaps)
     return header._replace(kind=Kind.SPARSE, x=size, y=size).pack() + codes.tobytes() + compress(gaps[:size])
 
 
@@ -57,7 +56,7 @@ def write_dense(
     n = q.size
     trits, bits = room("symbols", n + SPARE, np.uint8), room("symbols2", n + SPARE, np.uint8)
     packed_trits, packed_bits = room("packed", n // 5 + 1, np.uint8), room("packed2", n // 8 + 1, np.uint8)
-    x, y = split(q, before, base, header.a, trits, bits)
+    x, y = choice.split(q, before, base, header.a, trits, bits)
     symbols.pack_trits(trits, x, packed_trits)
     symbols.pack_bits(bits, y, packed_bits)
     return (
@@ -117,7 +116,7 @@ class CoarseTier(NamedTuple):
             return
         n = q.size
         trits, bits = room("trits", n + SPARE, np.int8), room("bits", n + SPARE + -n % 8, np.int8)
-        unpack_trits(contents[0], symbols.TRITS, trits)
+        choice.unpack_trits(contents[0], symbols.TRITS, trits)
         symbols.unpack_bits(contents[1], symbols.BITS, bits)
-        if refine_elements(q, trits, bits, base, self.header.a) != (self.header.x, self.header.y):
+        if choice.refine(q, trits, bits, base, self.header.a) != (self.header.x, self.header.y):
             raise ValueError(f"tier {self.depth} was made for another base")

@@ -97,13 +97,15 @@ def _coarse(
 ) -> tuple[list[bytes], list[float], NDArray[np.int8], coarse.Prediction]:
     """Return the coarse payloads, the error after each, and the last one's q and prediction."""
     n = base.size
-    thresholds = (np.array(THRESHOLDS) * rms).astype(np.float32)
+    thresholds = np.minimum(np.array(THRESHOLDS) * rms, float(np.finfo(np.float32).max)).astype(np.float32)
     active = [_first_class(share * rms) for share in ACTIVE]
-    active = [ALL_CLASSES if quantise.count_active(base, a) > MOST_ACTIVE * n else a for a in active]
+    active = [
+        a if a < ALL_CLASSES and quantise.count_active(base, a) <= MOST_ACTIVE * n else ALL_CLASSES for a in active
+    ]
     q = [room(f"q{t}", n, np.int8) for t in range(COARSE_TIERS)]
     quantise.quantise(expert, base, thresholds, active[1], active[2], *q)
     counts, sums = np.zeros((2, 16), np.int64), np.zeros((2, 16))
-    stride = max(n >> 17, 1)  # some 2^17 elements say enough
+    stride = max(n >> 16, 1)  # some 2^16 elements say enough
     quantise.sum_bins(expert, base, q[-1], _first_class(FINE * rms), stride, counts, sums)
     unit = np.float32(2.0 ** np.ceil(np.log2(LARGEST_CENTROID * rms / 255)))
     exponent = int(unit.view(np.uint32)) >> 23

@@ -29,20 +29,33 @@ BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="
 
 
 @_jit
-def write_gaps(q, out):
-    """Write the places and signs of int8[n] that are not 0 to `out` (uint8[n + n // 127 + 1]); return its length."""
+def write_gaps(q, places, out):
+    """Write the places and signs of int8[n] that are not 0 as gaps.
+
+    Args:
+        q: int8[n].
+        places: room, uint32[n + 1].
+        out: uint8[n + n // 127 + 1], written to.
+
+    Returns:
+        How many bytes were written.
+    """
+    count = 0
+    for i in range(q.size):  # without a branch, which would often be mispredicted
+        places[count] = i
+        count += q[i] != 0
     k = 0
-    last = -1
-    for i in range(q.size):
-        if q[i]:
-            gap = i - last - 1
-            last = i
-            while gap >= SKIP:
-                out[k] = 2 * SKIP
-                k += 1
-                gap -= SKIP
-            out[k] = 2 * gap + (q[i] < 0)
+    last = int64(-1)
+    for j in range(count):
+        place = int64(places[j])
+        gap = place - last - 1
+        last = place
+        while gap >= SKIP:
+            out[k] = 2 * SKIP
             k += 1
+            gap -= SKIP
+        out[k] = 2 * gap + (q[place] < 0)
+        k += 1
     return k
 
 
