@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mergefs.blocks.pack import NO_BASE, hash_file, read_records
+from mergefs.blocks.pack import NO_BASE, Record, hash_file, read_records
 from mergefs.blocks.reader import BlockReader, Kind, pack_name
 from mergefs.catalog.tables import Location, locations, ref_entries
 from mergefs.errors import MergefsError
@@ -69,7 +69,9 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
         refs = {name: entry["manifest"] for name, entry in ref_entries(txn)}
         manifests = [key.hex() for key, _ in txn.items("manifests")]
         packs = [key for key, _ in txn.items("packs")]
-        found = {location.record.block: location for location in locations(txn)}
+        found: dict[bytes, list[Location]] = {}
+        for location in locations(txn):
+            found.setdefault(location.record.block, []).append(location)
     checker = _Checker(store, refs, found)
     for name, identity in refs.items():
         if identity not in manifests:
@@ -86,9 +88,13 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
 
 
 class _Checker:
-    def __init__(self, store: Store, refs: dict[str, str], found: dict[bytes, Location]) -> None:
+    def __init__(self, store: Store, refs: dict[str, str], found: dict[bytes, list[Location]]) -> None:
         self._store = store
         self._found = found
+        self._in_pack: dict[bytes, list[Record]] = {}
+        for locations_of_block in found.values():
+            for location in locations_of_block:
+                self._in_pack.setdefault(location.pack, []).append(location.record)
         self._refs_of: dict[str, list[str]] = {}
         for name, identity in refs.items():
             self._refs_of.setdefault(identity, []).append(name)
@@ -117,18 +123,22 @@ class _Checker:
             self._need(block, identity, refs)
 
     def _need(self, block: bytes, identity: str, refs: tuple[str, ...]) -> None:
-        location = self._found.get(block)
-        if location is None:
+        tiers = self._found.get(block)
+        if tiers is None:
             self._bad_block(block, f"it is missing, and manifest {identity[:12]} needs it", refs)
-        elif location.record.base != NO_BASE:
-            self._users.setdefault(location.record.base, set()).update(refs)
-            if location.record.base not in self._found:
-                self._bad_block(block, f"block {location.record.base.hex()}, its base, is missing", refs)
+            return
+        record = tiers[0].record
+        if [location.record.tier for location in tiers] != list(range(record.tiers)):
+            self._bad_block(block, f"it has {len(tiers)} of {record.tiers} tiers", refs)
+        if record.base != NO_BASE:
+            self._users.setdefault(record.base, set()).update(refs)
+            if record.base not in self._found:
+                self._bad_block(block, f"block {record.base.hex()}, its base, is missing", refs)
 
     def check_pack(self, pack: bytes) -> None:
         """Check that a pack's table is whole and agrees with the catalog."""
         path = self._store.path / pack_name(pack)
-        mine = [location.record for location in self._found.values() if location.pack == pack]
+        mine = self._in_pack.get(pack, [])
         affects = tuple(sorted(set().union(*(self._users.get(r.block, set()) for r in mine))))
         try:
             records = set(read_records(path))
@@ -142,7 +152,8 @@ class _Checker:
 
     def check_data(self, progress: Progress | None) -> None:
         """Read every block."""
-        items = sorted(self._found.values(), key=lambda loc: (loc.pack, loc.record.offset))
+        firsts = (tiers[0] for tiers in self._found.values())
+        items = sorted(firsts, key=lambda loc: (loc.pack, loc.record.offset))
         threads = available_cores()
         reader = BlockReader(self._store.catalog, self._store.backend)
         checked = ordered(lambda loc: _try(reader, loc), items, threads=threads, window=4 * threads)
@@ -152,13 +163,13 @@ class _Checker:
                 self._bad_block(location.record.block, message, tuple(sorted(users)))
             if progress:
                 progress(count, len(items))
-        for pack in {location.pack for location in items}:
+        for pack in self._in_pack:
             self._check_pack_bytes(pack)
 
     def _check_pack_bytes(self, pack: bytes) -> None:
         if any(p.kind == "pack" and p.name == pack.hex() for p in self.problems):
             return
-        mine = [location.record for location in self._found.values() if location.pack == pack]
+        mine = self._in_pack.get(pack, [])
         affects = tuple(sorted(set().union(*(self._users.get(r.block, set()) for r in mine))))
         if hash_file(self._store.path / pack_name(pack)) != pack.hex():
             self.report("pack", pack.hex(), "its bytes have another hash", affects)

@@ -198,18 +198,22 @@ class _Collection:
 
     def _rewrite(self, packs: list[tuple[bytes, list[Record]]]) -> None:
         """Copy the live payloads of some packs into new ones, pack after pack in the order of their offsets."""
-        writer: PackWriter | None = None
+        writers: dict[int, PackWriter] = {}
         count = 0
         for pack, records in packs:
             for record in sorted(records, key=lambda r: r.offset):
-                if writer is None:
+                # Tiers of one depth stay together; see BlockWriter.
+                depth = record.tier if record.tiers > 1 else -1
+                if depth not in writers:
                     path = self._store.path / "tmp" / f"{os.getpid()}-gc-{count}"
                     path.unlink(missing_ok=True)
-                    writer = PackWriter(path, sync=self._store.sync)
+                    writers[depth] = PackWriter(path, sync=self._store.sync)
                     count += 1
+                writer = writers[depth]
                 payload = self._store.backend.get(pack_name(pack), record.offset, record.length)
                 if len(payload) != record.length:
-                    writer.__exit__(None, None, None)
+                    for unfinished in writers.values():
+                        unfinished.__exit__(None, None, None)
                     raise CorruptionError(f"pack {pack.hex()} is cut short: 'mergefs fsck' shows what it affects")
                 writer.append(
                     record.block,
@@ -222,10 +226,9 @@ class _Collection:
                     tiers=record.tiers,
                 )
                 if writer.size >= PACK_BYTES:
-                    self._adopt(writer)
-                    writer = None
+                    self._adopt(writers.pop(depth))
             self._drop_pack(pack)
-        if writer is not None:
+        for writer in writers.values():
             self._adopt(writer)
 
     def _adopt(self, writer: PackWriter) -> None:

@@ -98,6 +98,7 @@ class _Done:
     Attributes:
         encoded: None when the block is stored already.
         root: the block that it is encoded against.
+        errors: what remains of its delta after each tier, where it has several.
     """
 
     piece: _Piece
@@ -106,6 +107,7 @@ class _Done:
     encoded: Encoded | None
     root: bytes
     measure: BlockMeasure | None
+    errors: tuple[float, ...] = ()
 
 
 def ingest(
@@ -282,11 +284,25 @@ class _Worker:
         base = self._reader.read(piece.base, Kind.BASE)
         measure = _measure(raw, entry.dtype, base, base_dtype, piece.first) if measurable else None
         if known:
-            return _Done(piece, raw, block, None, NO_BASE, measure)
+            return _Done(piece, raw, block, None, NO_BASE, measure, self._remaining(block, raw, entry.dtype))
         if entry.dtype is not base_dtype:
             return _Done(piece, raw, block, codecs.encode(raw, entry.dtype), NO_BASE, measure)
         root, root_raw = self._root(piece.base, base)
-        return _Done(piece, raw, block, codecs.encode(raw, entry.dtype, root_raw), root, measure)
+        encoded = codecs.encode_tiered(raw, entry.dtype, root_raw)
+        return _Done(piece, raw, block, encoded, root, measure, encoded.errors)
+
+    def _remaining(self, block: bytes, raw: bytes, dtype: DType) -> tuple[float, ...]:
+        """Return the squared errors that remain after each tier of a block that is stored already."""
+        tiers = self._catalog.tiers(block)
+        if len(tiers) < 2:
+            return ()
+        values = to_float(raw, dtype).astype(np.float64)
+        errors = []
+        for depth in range(1, len(tiers)):
+            delta, root = self._reader.read_coarse(block, depth, Kind.EXPERT, {})
+            rest = values - to_float(root, dtype) - delta
+            errors.append(float(rest @ rest))
+        return (*errors, 0.0)
 
     def _root(self, base: bytes, raw: Buffer) -> tuple[bytes, Buffer]:
         """Return the block to encode against: the base's, or the one that it is itself encoded against."""
@@ -355,7 +371,7 @@ class _Gathered:
             if entry.name not in self.collectors:
                 elements = (entry.stop - entry.start) // entry.dtype.itemsize
                 self.collectors[entry.name] = Collector(elements)
-            self.collectors[entry.name].add(done.measure)
+            self.collectors[entry.name].add(done.measure, done.errors)
 
     def manifest(self, block_elements: int) -> Manifest:
         """Return the model's manifest, once all pieces are in."""

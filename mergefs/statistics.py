@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,10 @@ DENSITIES = tuple(i / 100 for i in range(1, 100))
 
 _INEXACT_LIMIT = 1 << 25
 _HEADER = struct.Struct("<4sIIIIQ")
-_MAGIC = b"mst1"
+_MAGIC = b"mst2"
+_MAGIC_WITHOUT_ERRORS = b"mst1"
+
+COARSE_TIERS = 3
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class TensorStatistics:
     Attributes:
         elements: of the tensor.
         blocks: array of `BLOCK`, one for each block.
+        errors: float32[blocks, 3], the squared error that remains of a block's delta after 1, 2 and 3 tiers; NaN where
+            the block has no such coarse tier.
         sketches: float32[blocks, 128], a count sketch of each block's delta, or float32[0, 128]. The inner
             product of two blocks' sketches estimates the inner product of their deltas with a standard error
             of at most |a| |b| sqrt(2 / 128).
@@ -54,6 +59,7 @@ class TensorStatistics:
 
     elements: int
     blocks: NDArray[Any]
+    errors: NDArray[np.float32]
     sketches: NDArray[np.float32]
     bins: NDArray[np.uint16]
     counts: NDArray[np.uint64]
@@ -92,6 +98,7 @@ class TensorStatistics:
         )
         arrays = (
             self.blocks,
+            self.errors,
             self.sketches,
             self.bins,
             self.counts,
@@ -111,7 +118,7 @@ class TensorStatistics:
         try:
             data = bytes(zstd.decompress(value))
             magic, blocks, sketches, bins, ranks, elements = _HEADER.unpack_from(data)
-            if magic != _MAGIC:
+            if magic not in (_MAGIC, _MAGIC_WITHOUT_ERRORS):
                 raise ValueError("wrong magic")
             at = _HEADER.size
 
@@ -121,9 +128,15 @@ class TensorStatistics:
                 at += array.nbytes
                 return array
 
+            rows = take(BLOCK, blocks)
+            if magic == _MAGIC:
+                errors = take("<f4", blocks * COARSE_TIERS).reshape(blocks, COARSE_TIERS)
+            else:
+                errors = np.full((blocks, COARSE_TIERS), np.nan, "<f4")
             return cls(
                 elements,
-                take(BLOCK, blocks),
+                rows,
+                errors,
                 take("<f4", sketches * SKETCH_SIZE).reshape(sketches, SKETCH_SIZE),
                 take("<u2", bins),
                 take("<u8", bins),
@@ -197,13 +210,16 @@ class Collector:
         self._elements = elements
         self._sketched = elements >= SKETCHED_FROM
         self._rows: list[tuple[float, float, float, int]] = []
+        self._errors: list[tuple[float, ...]] = []
         self._sketches: list[NDArray[np.float64]] = []
         self._histogram = np.zeros(1 << 15, np.uint64)
         self._inexact: list[NDArray[np.uint32]] = []
         self._inexact_count = 0
 
-    def add(self, measure: BlockMeasure) -> None:
-        """Add the next block's measure."""
+    def add(self, measure: BlockMeasure, errors: Sequence[float] = ()) -> None:
+        """Add the next block's measure, and what remains of its delta after each of its tiers."""
+        coarse = tuple(errors[:-1])
+        self._errors.append((*coarse, *[np.nan] * (COARSE_TIERS - len(coarse))))
         self._rows.append((measure.energy, measure.inner, measure.largest, measure.unchanged))
         if self._sketched:
             self._sketches.append(np.zeros(SKETCH_SIZE) if measure.sketch is None else measure.sketch)
@@ -229,6 +245,7 @@ class Collector:
         found = TensorStatistics(
             self._elements,
             np.array(self._rows, BLOCK),
+            np.array(self._errors, "<f4").reshape(len(self._errors), COARSE_TIERS),
             np.array(self._sketches, "<f4").reshape(len(self._sketches), SKETCH_SIZE),
             bins,
             counts.astype("<u8"),
@@ -248,6 +265,7 @@ class Collector:
         return TensorStatistics(
             found.elements,
             found.blocks,
+            found.errors,
             found.sketches,
             found.bins,
             found.counts,

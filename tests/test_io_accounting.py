@@ -101,8 +101,8 @@ def evict(paths: Sequence[Path] | frozenset[Path]) -> None:
 def packs_of(repo: Repository, ref: str) -> frozenset[Path]:
     """Return the packs that the blocks of a model's tensors lie in."""
     blocks = {bytes.fromhex(b) for t in repo.manifest(repo.resolve(ref)).tensors for b in t.blocks if b is not None}
-    located = repo.catalog.locate_all(blocks)
-    return frozenset(repo.path / pack_name(location.pack) for location in located.values())
+    tiers = (location for block in blocks for location in repo.catalog.tiers(block))
+    return frozenset(repo.path / pack_name(location.pack) for location in tiers)
 
 
 def write_recipe(path: Path, density: float) -> Path:

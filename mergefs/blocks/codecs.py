@@ -6,6 +6,7 @@ Each encoding is a numcodecs codec, or a chain of them, so that a payload can be
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ ZSTD_LEVEL = 1
 WORTH_IT = 0.95
 """A smaller encoding is used when it is at most this share of the raw size."""
 
+WORTH_TIERS = 1 << 16
+"""Smaller blocks have no tiers: records and headers would cost more than the choice is worth."""
+
 
 class Encoding(enum.IntEnum):
     """How a payload is to be read. The numbers are part of the format."""
@@ -34,19 +38,33 @@ class Encoding(enum.IntEnum):
     ZSTD = 1
     SHUFFLE_ZSTD = 2
     ULP_ZSTD = 3
+    TIERS = 4
 
     @property
     def needs_base(self) -> bool:
         """Whether another block's bytes are needed to decode it."""
-        return self is Encoding.ULP_ZSTD
+        return self in (Encoding.ULP_ZSTD, Encoding.TIERS)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A block's payload and how to read it."""
+    """A block's payloads and how to read them.
+
+    Attributes:
+        encoding: see `Encoding`.
+        payloads: one, or with `TIERS` one for each tier.
+        errors: with `TIERS`, the squared error that remains after each tier.
+    """
 
     encoding: Encoding
-    payload: bytes
+    payloads: tuple[bytes, ...]
+    errors: tuple[float, ...] = ()
+
+    @property
+    def payload(self) -> bytes:
+        """The only payload."""
+        (payload,) = self.payloads
+        return payload
 
 
 def encode(raw: Buffer, dtype: DType, base: Buffer | None = None) -> Encoded:
@@ -61,18 +79,41 @@ def encode(raw: Buffer, dtype: DType, base: Buffer | None = None) -> Encoded:
     if base is not None:
         delta = _ulp_encode(raw, base, dtype)
         if len(delta) <= min(limit, len(raw) * 6 // 10):
-            return Encoded(Encoding.ULP_ZSTD, delta)
+            return Encoded(Encoding.ULP_ZSTD, (delta,))
         alone = encode(raw, dtype)
         if len(delta) <= limit and len(delta) < len(alone.payload):
-            return Encoded(Encoding.ULP_ZSTD, delta)
+            return Encoded(Encoding.ULP_ZSTD, (delta,))
         return alone
     if dtype.itemsize == 1:
         payload, encoding = zstd.compress(raw, ZSTD_LEVEL), Encoding.ZSTD
     else:
         payload, encoding = zstd.compress(_shuffle(raw, dtype.itemsize), ZSTD_LEVEL), Encoding.SHUFFLE_ZSTD
     if len(payload) <= limit:
-        return Encoded(encoding, payload)
-    return Encoded(Encoding.RAW, bytes(raw))
+        return Encoded(encoding, (payload,))
+    return Encoded(Encoding.RAW, (bytes(raw),))
+
+
+def encode_tiered(raw: Buffer, dtype: DType, base: Buffer) -> Encoded:
+    """Encode an expert's block as tiers where that applies and pays, else as `encode` does."""
+    from mergefs.blocks import tiers
+
+    found = tiers.encode(raw, base, dtype) if len(raw) >= WORTH_TIERS else None
+    if found is None:
+        return encode(raw, dtype, base)
+    return Encoded(Encoding.TIERS, found.tiers, found.errors)
+
+
+def decode_tiers(payloads: Sequence[Buffer], raw_length: int, base: Buffer) -> Buffer:
+    """Return a block's bytes from all of its tiers.
+
+    Raises:
+        CorruptionError: when they do not decode.
+    """
+    from mergefs.blocks import tiers
+
+    if len(base) != raw_length:
+        raise CorruptionError(f"a base block of {len(base)} bytes for a block of {raw_length}")
+    return tiers.decode(payloads, base)
 
 
 def decode(encoding: int, payload: Buffer, raw_length: int, dtype_code: int, base: Buffer | None = None) -> Buffer:
@@ -88,6 +129,8 @@ def decode(encoding: int, payload: Buffer, raw_length: int, dtype_code: int, bas
             raw: Buffer = payload
         elif kind is Encoding.ZSTD:
             raw = decompress(payload, raw_length).data
+        elif kind is Encoding.TIERS:
+            raise ValueError("its tiers are several payloads")
         elif kind is Encoding.SHUFFLE_ZSTD:
             raw = _unshuffle(decompress(payload, raw_length), dtype.itemsize)
         else:
@@ -117,6 +160,10 @@ def chain(encoding: int, dtype_code: int, base: Buffer | None = None) -> list[Co
         return [compressor]
     if kind is Encoding.SHUFFLE_ZSTD:
         return [numcodecs.Shuffle(elementsize=dtype.itemsize), compressor]
+    if kind is Encoding.TIERS:
+        from mergefs.blocks.tiers.codec import TieredDelta
+
+        return [TieredDelta(base=base)]
     return [UlpDelta(dtype.name, base), compressor]
 
 

@@ -7,6 +7,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mergefs.backend import Backend
 from mergefs.blocks import codecs
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record
@@ -96,14 +99,15 @@ class BlockReader:
             CorruptionError: when the block is missing, damaged, or not what its id says.
             BudgetExceededError: see `ReadCounter.add`.
         """
-        record, payload = self._payload(block, kind)
+        record, payloads = self._payloads(block, kind)
         base: Buffer | None = None
         if record.base != NO_BASE:
-            base = known.get(record.base) if known else None
-            if base is None:
-                base = self._base(record, kind)
+            base = self._base(record, kind, known)
         try:
-            raw = codecs.decode(record.encoding, payload, record.raw_length, record.dtype, base)
+            if record.encoding == codecs.Encoding.TIERS and base is not None:
+                raw = codecs.decode_tiers(payloads, record.raw_length, base)
+            else:
+                raw = codecs.decode(record.encoding, payloads[0], record.raw_length, record.dtype, base)
         except CorruptionError as error:
             raise CorruptionError(f"block {block.hex()} is damaged: {error}") from error
         if digest(raw) != block:
@@ -126,7 +130,33 @@ class BlockReader:
         known[block] = self.read(block, kind, known)
         return known
 
-    def _base(self, record: Record, kind: Kind) -> Buffer:
+    def read_coarse(
+        self, block: bytes, depth: int, kind: Kind, known: Mapping[bytes, Buffer]
+    ) -> tuple[NDArray[np.float32], Buffer]:
+        """Return a coarse delta of a block: its first tiers, decoded.
+
+        Args:
+            block, kind, known: see `read`.
+            depth: how many tiers to read; fewer than the block has.
+
+        Returns:
+            The delta, float32[n], from the block that it is encoded against, and that block's bytes.
+
+        Raises:
+            CorruptionError: when a tier is missing or damaged, or the block has no tiers.
+            BudgetExceededError: see `ReadCounter.add`.
+        """
+        from mergefs.blocks import tiers
+
+        record, payloads = self._payloads(block, kind, depth)
+        if record.encoding != codecs.Encoding.TIERS or not depth < record.tiers:
+            raise CorruptionError(f"block {block.hex()} has no {depth} coarse tiers: the plan is for other packs")
+        base = self._base(record, kind, known)
+        return tiers.decode_delta(payloads, base), base
+
+    def _base(self, record: Record, kind: Kind, known: Mapping[bytes, Buffer] | None) -> Buffer:
+        if known is not None and record.base in known:
+            return known[record.base]
         location = self._catalog.locate(record.base)
         if location is not None and location.record.base != NO_BASE:
             raise CorruptionError(
@@ -134,27 +164,39 @@ class BlockReader:
             )
         return self.read(record.base, kind)
 
-    def _payload(self, block: bytes, kind: Kind) -> tuple[Record, bytes]:
-        previous: Location | None = None
+    def _payloads(self, block: bytes, kind: Kind, depth: int | None = None) -> tuple[Record, list[bytes]]:
+        """Return a block's first record, and the payloads of its first `depth` tiers (all when None)."""
+        locations = self._catalog.tiers(block)
+        payloads: list[bytes] = []
+        moved: Location | None = None
         while True:
-            location = self._catalog.locate(block)
-            if location is None:
+            if not locations:
                 raise CorruptionError(f"block {block.hex()} is not in the repository")
-            record = location.record
+            wanted = locations[:depth]
             try:
-                self.counter.add(kind, record.length)
-                payload = self._backend.get(pack_name(location.pack), record.offset, record.length)
+                for location in wanted[len(payloads) :]:
+                    payloads.append(self._payload(location, kind))
             except FileNotFoundError:
-                # gc may have moved the block to another pack since we looked; then it has another location.
-                if location == previous:
-                    raise CorruptionError(f"pack {location.pack.hex()} with block {block.hex()} is missing") from None
-                previous = location
+                # gc may have moved the tier to another pack since we looked; then it has another location.
+                lost = wanted[len(payloads)]
+                if lost == moved:
+                    raise CorruptionError(f"pack {lost.pack.hex()} with block {block.hex()} is missing") from None
+                moved = lost
+                locations = self._catalog.tiers(block)
                 continue
-            if len(payload) != record.length or digest(payload)[:CHECK_BYTES] != record.check:
-                raise CorruptionError(
-                    f"block {block.hex()} is damaged: its payload in pack {location.pack.hex()} is not what was written"
-                )
-            return record, payload
+            return locations[0].record, payloads
+
+    def _payload(self, location: Location, kind: Kind) -> bytes:
+        record = location.record
+        self.counter.add(kind, record.length)
+        payload = self._backend.get(pack_name(location.pack), record.offset, record.length)
+        if len(payload) != record.length or digest(payload)[:CHECK_BYTES] != record.check:
+            which = f"tier {record.tier} of block" if record.tiers > 1 else "block"
+            raise CorruptionError(
+                f"{which} {record.block.hex()} is damaged: its payload in pack {location.pack.hex()} is not what"
+                " was written"
+            )
+        return payload
 
 
 def pack_name(pack: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,11 +14,14 @@ from mergefs.blocks.pack import NO_BASE, PackWriter
 from mergefs.blocks.reader import pack_name
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease
-from mergefs.catalog.tables import Catalog, put_pack
+from mergefs.catalog.tables import Catalog, put_packs
 from mergefs.errors import MergefsError
 
 PACK_BYTES = 128 << 20
-"""A pack is closed when it has reached this size."""
+"""Packs are closed when those that are open together have reached this size."""
+
+_WHOLE = -1
+"""Stands for the pack of blocks that have no tiers."""
 
 _CLAIM_BATCH = 256
 
@@ -42,7 +46,7 @@ class BlockWriter:
         self._temporary = temporary
         self._lease = lease
         self._sync = sync
-        self._pack: PackWriter | None = None
+        self._open: dict[int, PackWriter] = {}
         self._packs = 0
         self._new: set[bytes] = set()
         self._reused: set[bytes] = set()
@@ -57,8 +61,8 @@ class BlockWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pack is not None:
-            self._pack.__exit__(kind, error, trace)
+        for pack in self._open.values():
+            pack.__exit__(kind, error, trace)
 
     @property
     def new_blocks(self) -> int:
@@ -83,20 +87,21 @@ class BlockWriter:
             if block in self._new:
                 return
             self._new.add(block)
-        if self._pack is None:
-            name = f"{self._lease.id}-{self._packs}"
-            self._packs += 1
-            self._pack = PackWriter(self._temporary / name, sync=self._sync)
-        self._pack.append(
-            block,
-            encoded.payload,
-            raw_length=raw_length,
-            encoding=encoded.encoding,
-            dtype=dtype,
-            base=base if encoded.encoding.needs_base else NO_BASE,
-        )
-        if self._pack.size >= PACK_BYTES:
-            self._close_pack()
+        tiers = len(encoded.payloads)
+        for tier, payload in enumerate(encoded.payloads):
+            # Tiers of one depth lie together, and apart from blocks that are read whole or not at all.
+            self._pack(tier if tiers > 1 else _WHOLE).append(
+                block,
+                payload,
+                raw_length=raw_length,
+                encoding=encoded.encoding,
+                dtype=dtype,
+                base=base if encoded.encoding.needs_base else NO_BASE,
+                tier=tier,
+                tiers=tiers,
+            )
+        if sum(pack.size for pack in self._open.values()) >= PACK_BYTES:
+            self._close_packs()
 
     def reuse(self, block: bytes) -> None:
         """Note that a stored block is needed, and protect it.
@@ -120,7 +125,7 @@ class BlockWriter:
     def flush(self) -> None:
         """Make everything added so far durable and known to the catalog."""
         self._claim()
-        self._close_pack()
+        self._close_packs()
 
     def _claim(self) -> None:
         if not self._unclaimed:
@@ -130,19 +135,29 @@ class BlockWriter:
         if missing:
             raise BlocksCollectedError(f"{len(missing)} blocks were collected while they were being reused")
 
-    def _close_pack(self) -> None:
-        if self._pack is None:
-            return
-        pack, self._pack = self._pack, None
-        with pack:
-            identity = pack.finish()
-        self.stored_bytes += pack.size
-        self._catalog.write(lambda txn: self._register(txn, pack, bytes.fromhex(identity)))
+    def _pack(self, depth: int) -> PackWriter:
+        if depth not in self._open:
+            self._open[depth] = PackWriter(self._temporary / f"{self._lease.id}-{self._packs}", sync=self._sync)
+            self._packs += 1
+        return self._open[depth]
 
-    def _register(self, txn: Transaction, pack: PackWriter, identity: bytes) -> None:
-        # The file gets its name inside the transaction: gc looks for packs that nobody knows inside one too,
-        # and so can never take this one for an orphan. A second run (after the map grew) finds it moved.
-        if pack.path.exists():
-            self._backend.adopt(pack_name(identity), pack.path)
-        put_pack(txn, identity, pack.size, pack.records)
-        self._lease.claim(txn, (record.block for record in pack.records))
+    def _close_packs(self) -> None:
+        """Enter the open packs in one transaction: a block is known with all its tiers or not at all."""
+        packs, self._open = [self._open[depth] for depth in sorted(self._open)], {}
+        if not packs:
+            return
+        with ExitStack() as stack:
+            for pack in packs:
+                stack.push(pack)
+            finished = [(bytes.fromhex(pack.finish()), pack) for pack in packs]
+        self.stored_bytes += sum(pack.size for pack in packs)
+        self._catalog.write(lambda txn: self._register(txn, finished))
+
+    def _register(self, txn: Transaction, finished: list[tuple[bytes, PackWriter]]) -> None:
+        # Files get their names inside the transaction: gc looks for packs that nobody knows inside one too,
+        # and so can never take these for orphans. A second run (after the map grew) finds them moved.
+        for identity, pack in finished:
+            if pack.path.exists():
+                self._backend.adopt(pack_name(identity), pack.path)
+        put_packs(txn, ((identity, pack.size, pack.records) for identity, pack in finished))
+        self._lease.claim(txn, {record.block for _, pack in finished for record in pack.records})

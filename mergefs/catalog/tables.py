@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -76,6 +76,11 @@ class Catalog:
             found = ((block, get_location(txn, block)) for block in blocks)
             return {block: location for block, location in found if location is not None}
 
+    def tiers(self, block: bytes) -> tuple[Location, ...]:
+        """Return where each tier of a block lies, in order; () when the block is not stored whole."""
+        with self.read() as txn:
+            return get_tiers(txn, block)
+
     # -- refs ----------------------------------------------------------------------------------------------
 
     def refs(self) -> dict[str, str]:
@@ -96,6 +101,13 @@ def get_location(txn: Transaction, block: bytes) -> Location | None:
     return None if value is None else _location(block, value)
 
 
+def get_tiers(txn: Transaction, block: bytes) -> tuple[Location, ...]:
+    """Return where each tier of a block lies, in order; () when the block is not stored whole."""
+    found = tuple(_location(block, value) for _, value in txn.items("blocks", block))
+    whole = found and [location.record.tier for location in found] == list(range(found[0].record.tiers))
+    return found if whole else ()
+
+
 def put_location(txn: Transaction, pack: bytes, record: Record) -> None:
     """Enter a record of a pack; its block's id gives way to the pack's in the value."""
     txn.put("blocks", record.block + bytes([record.tier]), pack + record.pack()[32:])
@@ -111,12 +123,18 @@ def _location(block: bytes, value: bytes) -> Location:
     return Location(value[:32], Record.unpack(block + value[32:]))
 
 
-def put_pack(txn: Transaction, pack: bytes, size: int, records: Iterable[Record]) -> None:
-    """Enter a pack and those of its blocks that are not stored elsewhere already."""
-    txn.put("packs", pack, json.dumps({"size": size}).encode())
-    for record in records:
-        if get_location(txn, record.block) is None:
-            put_location(txn, pack, record)
+def put_packs(txn: Transaction, packs: Iterable[tuple[bytes, int, Sequence[Record]]]) -> None:
+    """Enter packs (id, size, records) that together hold whole blocks, and those blocks that are not stored already.
+
+    A block that is stored keeps its locations, all of them: its tiers belong together.
+    """
+    entering = list(packs)
+    stored = {record.block for _, _, records in entering for record in records if get_location(txn, record.block)}
+    for pack, size, records in entering:
+        txn.put("packs", pack, json.dumps({"size": size}).encode())
+        for record in records:
+            if record.block not in stored:
+                put_location(txn, pack, record)
 
 
 def closure(txn: Transaction, blocks: Iterable[bytes]) -> set[bytes]:

@@ -171,25 +171,28 @@ def _plan_value(planned: Planned, began: float, written: int) -> dict[str, Any]:
         "read": {"expert": planned.expert_bytes, "base": None, "metadata": None},
         "written_bytes": written,
         "everything": planned.candidates.everything,
+        "predicted_error": planned.candidates.predicted_error,
         "blocks": {
             "shared": blocks.count(False),
             "derived": blocks.count(True),
             "lazy": 0,
             "changed": len(planned.candidates.cost),
-            "read": int(planned.candidates.chosen.sum()),
+            "read": int((planned.candidates.depth > 0).sum()),
         },
         "seconds": time.monotonic() - began,
     }
 
 
 def _plan_text(planned: Planned) -> str:
-    chosen, total = int(planned.candidates.chosen.sum()), len(planned.candidates.cost)
+    chosen, total = int((planned.candidates.depth > 0).sum()), len(planned.candidates.cost)
     budget = "no budget" if planned.budget_bytes is None else f"budget {format_size(planned.budget_bytes)}"
     what = "everything" if planned.candidates.everything else f"{chosen} of {total} changed expert blocks"
     share = planned.expert_bytes / planned.expert_raw_bytes if planned.expert_raw_bytes else 0.0
+    error = planned.candidates.predicted_error
     return (
         f"plan {planned.plan.id[:12]}, {planned.plan.method}: reads {what}, {format_size(planned.expert_bytes)}"
         f" ({share:.1%} of the experts' {format_size(planned.expert_raw_bytes)}; {budget})"
+        + (f", predicted error of the merged delta {error:.2f}" if error else "")
     )
 
 

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, Kind
-from mergefs.dtypes import DType
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
 from mergefs.manifest import Manifest, Tensor
-from mergefs.planner.plan import Plan, TensorPlan
+from mergefs.planner.plan import EXACT, Plan, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -59,15 +58,36 @@ class Sources:
         known = self._reader.read_with_root(identity, self._base_kind)
         return BaseBlock(known[identity], known)
 
-    def expert_block(self, expert: int, tensor: str, number: int, base: BaseBlock) -> tuple[Buffer, DType]:
-        """Read a block of an expert.
+    def expert_delta(
+        self,
+        expert: int,
+        tensor: str,
+        number: int,
+        depth: int,
+        base: BaseBlock,
+        values: NDArray[Any],
+        out: NDArray[Any] | None,
+    ) -> NDArray[Any]:
+        """Read a block of an expert to some depth and return expert minus base, [n] of the base values' dtype.
 
         Raises:
             BudgetExceededError: when the plan's budget is used up: the plan is wrong.
-            CorruptionError: see `BlockReader.read`.
+            CorruptionError: see `BlockReader.read` and `BlockReader.read_coarse`.
         """
         found = self.experts[expert].tensor_by_name[tensor]
-        return self._reader.read(_block_id(found, number), Kind.EXPERT, base.known), found.dtype
+        block = _block_id(found, number)
+        if depth == EXACT:
+            raw = self._reader.read(block, Kind.EXPERT, base.known)
+            exact: NDArray[Any] = np.subtract(to_float(raw, found.dtype), values, out=out, dtype=values.dtype)
+            return exact
+        delta, root = self._reader.read_coarse(block, depth, Kind.EXPERT, base.known)
+        if root is not base.raw:
+            # It is encoded against another block than the base's: what these two differ by comes on top.
+            delta = delta + (to_float(root, found.dtype) - values)
+        if out is None:
+            out = np.empty_like(values)
+        out[:] = delta
+        return out
 
 
 class DeltaIterator:
@@ -106,9 +126,11 @@ class DeltaIterator:
     def __iter__(self) -> Iterator[NDArray[Any]]:
         """Yield expert minus base, [n] of the base values' dtype, for each of `experts`."""
         for row, expert in enumerate(self.experts):
-            raw, dtype = self._sources.expert_block(expert, self._tensor.name, self._number, self._base)
             out = None if self._out is None else self._out[row]
-            yield np.subtract(to_float(raw, dtype), self._values, out=out, dtype=self._values.dtype)
+            depth = self._tensor.depth(expert, self._number)
+            yield self._sources.expert_delta(
+                expert, self._tensor.name, self._number, depth, self._base, self._values, out
+            )
 
 
 def wants_double(sources: Sources, tensor: Tensor, experts: tuple[int, ...]) -> bool:

@@ -46,16 +46,16 @@ def explain_plan(planned: Planned) -> Explanation:
 
 def _row(planned: Planned, name: str, mine: NDArray[np.bool_]) -> dict[str, Any]:
     found = planned.candidates
-    read = mine & found.chosen
+    read = mine & (found.depth > 0)
     worth = float(found.worth[mine].sum())
     own = float(found.own[mine].sum())
     return {
         "name": name,
         "blocks": int(mine.sum()),
         "blocks_read": int(read.sum()),
-        "bytes": int(found.cost[mine].sum()),
-        "bytes_read": int(found.cost[read].sum()),
-        "energy_read": float(found.worth[read].sum()) / worth if worth > 0 else None,
+        "bytes": int(found.full_cost[mine].sum()),
+        "bytes_read": int(found.spent[mine].sum()),
+        "energy_read": 1 - float(found.remaining[mine].sum()) / worth if worth > 0 else None,
         "cancelled": max(0.0, 1 - worth / own) if own > 0 else None,
     }
 

@@ -19,14 +19,18 @@ FORMAT = "mergefs-plan"
 VERSION = 1
 
 
+EXACT = 9
+"""The depth that means all tiers, however many there are: exact."""
+
+
 @dataclass(frozen=True)
 class TensorPlan:
     """The plan of one tensor.
 
     Attributes:
         name: of the tensor.
-        depths: for each expert a string with one digit for each block: how many tiers of it are read. `0`
-            also where the expert's block equals the base's.
+        depths: for each expert a string with one digit for each block: how many tiers of it are read, `9` for all of
+            them. `0` also where the expert's block equals the base's.
         thresholds: for each expert the |delta| below which elements are trimmed, or () where nothing is.
     """
 
@@ -37,6 +41,10 @@ class TensorPlan:
     def planned(self, block: int) -> tuple[int, ...]:
         """Return which experts are read for a block."""
         return tuple(i for i, depths in enumerate(self.depths) if depths[block] != "0")
+
+    def depth(self, expert: int, block: int) -> int:
+        """Return how many tiers of an expert's block are read; `EXACT` for all."""
+        return int(self.depths[expert][block])
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def make_plan(
     tensors = tuple(
         TensorPlan(tensor.name, depths[tensor.name], _thresholds(draft, measured, tensor))
         for tensor in base.tensors
-        if any("1" in mine for mine in depths.get(tensor.name, ()))
+        if any(mine.strip("0") for mine in depths.get(tensor.name, ()))
     )
     plan = Plan(
         draft.method,
