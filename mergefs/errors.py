@@ -59,5 +59,9 @@ class CorruptionError(MergefsError):
     """Stored data is missing or is not what its name says."""
 
 
+class BlocksCollectedError(MergefsError):
+    """Blocks or models that were going to be used have been collected in the meantime: start again."""
+
+
 class BudgetExceededError(MergefsError):
     """A read would have passed the merge's budget. The planner and the reader disagree: a bug of ours."""

@@ -18,11 +18,11 @@ from mergefs.blocks.floats import to_float, unsigned
 from mergefs.blocks.geometry import grid
 from mergefs.blocks.pack import NO_BASE
 from mergefs.blocks.reader import BlockReader, Kind
-from mergefs.blocks.writer import BlocksCollectedError, BlockWriter
+from mergefs.blocks.writer import BlockWriter
 from mergefs.checkpoint.directory import Checkpoint, CheckpointFile, open_checkpoint
 from mergefs.checkpoint.safetensors import TensorEntry
 from mergefs.dtypes import DTYPES, DType
-from mergefs.errors import CheckpointError
+from mergefs.errors import BlocksCollectedError, CheckpointError
 from mergefs.hashing import Buffer, digest
 from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData, safe_path
 from mergefs.pipeline import available_cores, ordered

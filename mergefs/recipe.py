@@ -237,7 +237,7 @@ def _scalar(name: str, value: Any, where: str, method: MethodSpec) -> Scalar:
         return bool(value)
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise RecipeError(f"{where}: '{name}' is {value!r}: it has to be a number")

@@ -13,10 +13,12 @@ from typing import Any, Self
 
 from mergefs import manifest as manifests
 from mergefs.backend import LocalBackend
+from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease, leases
-from mergefs.catalog.tables import Catalog, get_manifest, put_manifest, put_ref
+from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref
 from mergefs.errors import (
+    BlocksCollectedError,
     CorruptionError,
     DestinationError,
     FormatVersionError,
@@ -34,6 +36,8 @@ FORMAT = "mergefs-repository"
 VERSION = 1
 DEFAULT_BLOCK_SIZE = 1 << 20
 _FOLDERS = ("packs", "manifests", "plans", "tmp")
+_ABANDONED_AFTER = 3600.0
+"""Seconds after which a temporary file that no lease names is taken for left behind."""
 _REF_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._@+-")
 
 
@@ -170,6 +174,7 @@ class Store:
         def commit(txn: Transaction) -> str | None:
             # Once more inside the transaction, where gc cannot be: it may have taken equal objects for dead.
             self._put_all(objects)
+            _check_whole(txn, manifest)
             put_manifest(txn, manifest.id, entry)
             for table, key, value in extra:
                 txn.put(table, key, value)
@@ -269,13 +274,38 @@ class Store:
             alive = {lease.id for lease in leases(txn) if lease.alive}
         for file in files:
             owner = file.name.partition("-")[0]
-            running = owner in alive or (owner.isdecimal() and Path(f"/proc/{owner}").exists())
+            # Small files are named by process, whose number may be another container's: those are only old or not.
+            running = owner in alive or (owner.isdecimal() and time.time() - _changed(file) < _ABANDONED_AFTER)
             if not running:
                 file.unlink(missing_ok=True)
 
 
+def _check_whole(txn: Transaction, manifest: Manifest) -> None:
+    """Check that everything a manifest needs is still there.
+
+    Raises:
+        BlocksCollectedError: when it is not: leases should have prevented that.
+    """
+    for block in set(manifest.block_ids()):
+        location = get_location(txn, block)
+        base = location.record.base if location else NO_BASE
+        if location is None or (base != NO_BASE and get_location(txn, base) is None):
+            raise BlocksCollectedError(f"block {block.hex()} was collected before the model was published")
+    if manifest.is_lazy:
+        for identity in (manifest.lineage.base, *manifest.lineage.experts):
+            if identity is not None and get_manifest(txn, identity) is None:
+                raise BlocksCollectedError(f"model {identity} was collected before its merge was published")
+
+
 Publication = Sequence[tuple[str, bytes, bytes]]
 """Puts for a transaction: table, key, value."""
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def manifest_name(identity: str) -> str:

@@ -15,7 +15,7 @@ from mergefs.blocks.reader import pack_name
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease
 from mergefs.catalog.tables import Catalog, put_packs
-from mergefs.errors import MergefsError
+from mergefs.errors import BlocksCollectedError
 
 PACK_BYTES = 128 << 20
 """Packs are closed when those that are open together have reached this size."""
@@ -24,10 +24,6 @@ _WHOLE = -1
 """Stands for the pack of blocks that have no tiers."""
 
 _CLAIM_BATCH = 256
-
-
-class BlocksCollectedError(MergefsError):
-    """Blocks that were going to be reused have been collected in the meantime: start again."""
 
 
 class BlockWriter:

@@ -64,7 +64,7 @@ class Environment:
                 txn = None
             if txn is not None:
                 with txn:
-                    yield Transaction(txn, self._tables)
+                    yield Transaction(txn, self._tables, self.path)
                 return
         self._resize(0)
         with self.read() as transaction:
@@ -78,7 +78,7 @@ class Environment:
         while True:
             try:
                 with self._gate.inside(), self._env.begin(write=True, buffers=False) as txn:
-                    return action(Transaction(txn, self._tables))
+                    return action(Transaction(txn, self._tables, self.path))
             except lmdb.MapResizedError:
                 self._resize(0)
             except lmdb.MapFullError:
@@ -125,7 +125,9 @@ class _Gate:
 class Transaction:
     """Access to the tables inside one transaction."""
 
-    def __init__(self, txn: Any, tables: dict[str, Any]) -> None:
+    def __init__(self, txn: Any, tables: dict[str, Any], folder: Path) -> None:
+        self.folder = folder
+        """Of the environment."""
         self._txn = txn
         self._tables = tables
 

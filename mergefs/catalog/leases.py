@@ -1,11 +1,12 @@
 """Leases: what live processes are using, so that gc leaves it alone.
 
-A lease names its process exactly (host, boot, process number and that process's start time), so that a lease
-whose process is gone from this host is known to be dead and simply ends.
+Every lease has a file in `catalog/leases` that its process keeps locked (flock). The kernel drops the lock when the
+process ends, however it ends and in whatever container it ran, so that a lease whose file can be locked is dead.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -20,7 +21,7 @@ from typing import Any, Self
 
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import Catalog, get_location
-from mergefs.errors import MergefsError
+from mergefs.errors import BlocksCollectedError, MergefsError
 
 LEASE_BYTES = 8
 
@@ -35,7 +36,7 @@ class LeaseInfo:
         pid, host: the process that holds it.
         since: when it was taken, in seconds since 1970.
         manifests: the ids of the manifests that it protects.
-        alive: whether its process is known to be alive; a process of another host counts as alive.
+        alive: whether its process holds the lock on the lease's file.
     """
 
     id: str
@@ -56,14 +57,20 @@ class Lease:
         self._lock = threading.Lock()
         self._released = False
         entry = {
-            **_this_process(),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
             "purpose": purpose,
             "since": time.time(),
             "manifests": sorted(set(manifests)),
         }
+        self._file = _lock(catalog.path, self.id)
         # Taken in the same transaction that checks that the manifests still exist, so that gc cannot
         # slip in between.
-        catalog.write(lambda txn: self._take(txn, entry))
+        try:
+            catalog.write(lambda txn: self._take(txn, entry))
+        except BaseException:
+            self._unlock()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -74,8 +81,14 @@ class Lease:
         self.release()
 
     def claim(self, txn: Transaction, blocks: Iterable[bytes]) -> list[bytes]:
-        """Protect blocks from gc for as long as the lease lives; return those that are not stored."""
+        """Protect blocks from gc for as long as the lease lives; return those that are not stored.
+
+        Raises:
+            BlocksCollectedError: when the lease is gone, and with it the protection of what was claimed before.
+        """
         key = bytes.fromhex(self.id)
+        if txn.get("leases", key) is None:
+            raise BlocksCollectedError(f"lease {self.id} was ended by somebody else")
         missing = []
         for block in blocks:
             if get_location(txn, block) is None:
@@ -90,7 +103,14 @@ class Lease:
             if self._released:
                 return
             self._released = True
-        self._catalog.write(lambda txn: end(txn, self.id))
+        try:
+            self._catalog.write(lambda txn: end(txn, self.id))
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        os.close(self._file)
+        _path(self._catalog.path, self.id).unlink(missing_ok=True)
 
     def _take(self, txn: Transaction, entry: dict[str, Any]) -> None:
         for manifest in entry["manifests"]:
@@ -101,7 +121,6 @@ class Lease:
 
 def leases(txn: Transaction) -> Iterator[LeaseInfo]:
     """Yield every lease, those of dead processes included."""
-    here = _this_process()
     for key, value in txn.items("leases"):
         entry = json.loads(value)
         yield LeaseInfo(
@@ -111,7 +130,7 @@ def leases(txn: Transaction) -> Iterator[LeaseInfo]:
             entry["host"],
             entry["since"],
             tuple(entry["manifests"]),
-            _is_alive(entry, here),
+            _is_alive(txn.folder, key.hex()),
         )
 
 
@@ -135,32 +154,32 @@ def end_dead(txn: Transaction) -> int:
     dead = [lease.id for lease in leases(txn) if not lease.alive]
     for lease in dead:
         end(txn, lease)
+        _path(txn.folder, lease).unlink(missing_ok=True)
     return len(dead)
 
 
-def _this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"pid": pid, "start": _start_time(pid), "boot": _boot(), "host": socket.gethostname()}
+def _path(catalog: Path, lease: str) -> Path:
+    return catalog / "leases" / lease
 
 
-def _is_alive(entry: dict[str, Any], here: dict[str, Any]) -> bool:
-    if entry["host"] != here["host"]:
+def _lock(catalog: Path, lease: str) -> int:
+    """Make a lease's file and lock it; return the descriptor that holds the lock."""
+    path = _path(catalog, lease)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _is_alive(catalog: Path, lease: str) -> bool:
+    try:
+        descriptor = os.open(_path(catalog, lease), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    return bool(entry["boot"] == here["boot"] and _start_time(entry["pid"]) == entry["start"])
-
-
-def _start_time(pid: int) -> str | None:
-    """Return the start time of a process in clock ticks since boot, or None when there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *rest = text.rpartition(")")[2].split()
-    return None if state in "ZX" else rest[18]
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    finally:
+        os.close(descriptor)
+    return False

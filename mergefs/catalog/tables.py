@@ -46,9 +46,9 @@ class Catalog:
     """The tables of one repository."""
 
     def __init__(self, path: Path, *, readonly: bool = False, sync: bool = True) -> None:
-        self._path = path.resolve()
+        self.path = path.resolve()
         self._environment = shared.acquire(
-            self._path, lambda: Environment(self._path, TABLES, readonly=readonly, sync=sync)
+            self.path, lambda: Environment(self.path, TABLES, readonly=readonly, sync=sync)
         )
         self.read = self._environment.read
         self.write = self._environment.write
@@ -61,7 +61,7 @@ class Catalog:
 
     def close(self) -> None:
         """Give the environment back."""
-        shared.release(self._path)
+        shared.release(self.path)
 
     # -- blocks --------------------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ from mergefs.blocks import codecs
 from mergefs.blocks.codecs import Encoded
 from mergefs.blocks.pack import NO_BASE
 from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
-from mergefs.blocks.writer import BlocksCollectedError, BlockWriter
+from mergefs.blocks.writer import BlockWriter
 from mergefs.catalog.leases import Lease
 from mergefs.dtypes import DTYPES
-from mergefs.errors import NotFoundError, UserError
+from mergefs.errors import BlocksCollectedError, NotFoundError, UserError
 from mergefs.hashing import digest
 from mergefs.manifest import Blob, Manifest, Tensor
 from mergefs.merge.derive import derive, needs_arithmetic, output_dtype
@@ -163,10 +163,11 @@ def _merge(
 ) -> MergeReport:
     began = time.monotonic()
     find = lookup or store.resolve
-    models = [find(model) for model in {*recipe.models, *([recipe.base_model] if recipe.base_model else [])}]
-    with store.lease("merge", models):
+    # Looked up once: a ref may move meanwhile, and the lease is on what it names now.
+    models = {model: find(model) for model in (*recipe.models, *([recipe.base_model] if recipe.base_model else []))}
+    with store.lease("merge", models.values()):
         counter = ReadCounter()
-        planned = make_plan(store, recipe, budget=budget, seed=seed, counter=counter, lookup=find)
+        planned = make_plan(store, recipe, budget=budget, seed=seed, counter=counter, lookup=models.__getitem__)
         if planned.budget_bytes is not None:
             counter.limit_expert(planned.budget_bytes)
         # The base may be one that the recipe does not name.

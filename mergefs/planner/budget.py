@@ -7,7 +7,7 @@ import re
 from mergefs.errors import BudgetError, UserError
 from mergefs.units import parse_size
 
-_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_SHARE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,18})?)\s*%")
 
 
 def parse_budget(text: str, expert_raw_bytes: int) -> int:
