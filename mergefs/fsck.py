@@ -110,9 +110,8 @@ class _Checker:
         refs = tuple(self._refs_of.get(identity, ()))
         try:
             data = self._store._read_manifest(identity)
-            if data.is_lazy:
-                assert data.lineage.plan is not None
-                plan = load_plan(self._store, data.lineage.plan)
+            plan = load_plan(self._store, data.lineage.plan) if data.lineage.plan else None
+            if plan is not None and data.is_lazy:
                 for other in (plan.base, *plan.experts):
                     self._store._read_manifest(other)
         except MergefsError as error:
@@ -171,7 +170,12 @@ class _Checker:
             return
         mine = self._in_pack.get(pack, [])
         affects = tuple(sorted(set().union(*(self._users.get(r.block, set()) for r in mine))))
-        if hash_file(self._store.path / pack_name(pack)) != pack.hex():
+        try:
+            identity = hash_file(self._store.path / pack_name(pack))
+        except OSError as error:
+            self.report("pack", pack.hex(), f"its file cannot be read: {error.strerror}", affects)
+            return
+        if identity != pack.hex():
             self.report("pack", pack.hex(), "its bytes have another hash", affects)
 
     def _bad_block(self, block: bytes, message: str, refs: tuple[str, ...]) -> None:

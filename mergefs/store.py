@@ -365,7 +365,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise NotARepositoryError(f"{path / CONFIG} is not a mergefs repository's")
     version = config.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise FormatVersionError(
             f"{path} has format version {version!r}, this mergefs knows up to {VERSION}: upgrade mergefs"
         )

@@ -69,7 +69,7 @@ def main() -> None:
         click.echo("mergefs: interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
-        error.show()
+        click.echo(f"mergefs: {_printable(error.format_message())}", err=True)
         sys.exit(error.exit_code)
     except MergefsError as error:
         click.echo(f"mergefs: {_printable(str(error))}", err=True)
@@ -81,7 +81,8 @@ def main() -> None:
         click.echo("mergefs: interrupted", err=True)
         sys.exit(130)
     except OSError as error:
-        click.echo(f"mergefs: {_printable(str(error))}", err=True)
+        where = f": {error.filename}" if error.filename else " (is the disk full, or the repository unwritable?)"
+        click.echo(f"mergefs: {_printable((error.strerror or str(error)) + where)}", err=True)
         sys.exit(1)
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import click
 
+from mergefs.checkpoint.directory import open_checkpoint
 from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, table, threads_option
 from mergefs.errors import NotFoundError
 from mergefs.merge.engine import MergeReport
+from mergefs.planner.budget import parse_budget
 from mergefs.planner.explain import Explanation, explain_plan
 from mergefs.planner.resolve import Planned
 from mergefs.recipe import Recipe
 from mergefs.repository import Repository
+from mergefs.store import check_ref_name
 from mergefs.units import format_size, parse_size
 
 budget_option = click.option(
@@ -80,6 +83,11 @@ def merge(
     """Merge models by RECIPE (mergekit YAML) into the model NAME."""
     keep_freed_memory()
     parsed = Recipe.load(recipe)
+    # What can be refused is refused before anything is ingested.
+    check_ref_name(name)
+    memory = parse_size(max_memory)
+    if budget is not None:
+        parse_budget(budget, 1 << 60)
     with repository(repo) as opened:
         lookup = _Ingesting(opened, parsed, threads) if may_ingest else None
         with progress("merging") as tell:
@@ -90,7 +98,7 @@ def merge(
                 seed=seed,
                 lazy=lazy,
                 threads=threads,
-                max_memory=parse_size(max_memory),
+                max_memory=memory,
                 lookup=lookup,
                 progress=tell,
             )
@@ -118,6 +126,7 @@ class _Ingesting:
         self._opened = opened
         self._threads = threads
         self._found: dict[str, str] = {}
+        self._check_paths(recipe)
         base = None
         if recipe.base_model is not None:
             base = self._find(recipe.base_model, None)
@@ -135,10 +144,18 @@ class _Ingesting:
                 self._found[model] = self._ingest(model, base)
         return self._found[model]
 
+    def _check_paths(self, recipe: Recipe) -> None:
+        """Open every checkpoint that would be ingested, so that a bad one is refused before anything is."""
+        for model in (*recipe.models, *([recipe.base_model] if recipe.base_model else [])):
+            try:
+                self._opened.resolve(model)
+            except NotFoundError:
+                if not Path(model).exists():
+                    raise NotFoundError(f"'{model}' is neither a model of this repository nor a path") from None
+                open_checkpoint(model)
+
     def _ingest(self, model: str, base: str | None) -> str:
         path = Path(model)
-        if not path.exists():
-            raise NotFoundError(f"'{model}' is neither a model of this repository nor a path")
         stem = path.resolve().name.removesuffix(".safetensors")
         name = "".join(c if c.isascii() and (c.isalnum() or c in "._@+-") else "-" for c in stem).lstrip(".-")
         name = name.replace("..", ".") or "model"
@@ -148,6 +165,9 @@ class _Ingesting:
             unique, number = f"{name}@{number}", number + 1
         with progress(f"ingesting {unique}") as tell:
             report = self._opened.ingest(path, unique, base=base, threads=self._threads, progress=tell)
+        if unique != name and refs[name] == report.manifest:
+            self._opened.remove([unique])
+            unique = name
         click.echo(f"ingested {model} as {unique}", err=True)
         return report.manifest
 

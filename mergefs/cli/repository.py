@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import click
@@ -41,6 +42,8 @@ def init(directory: str, block_size: str, as_json: bool) -> None:
 @click.pass_obj
 def gc(repo: str | None, dry_run: bool, rewrite_above: float, as_json: bool) -> None:
     """Free the blocks that neither a ref nor a live process needs."""
+    if math.isnan(rewrite_above):
+        raise click.BadParameter("it is a share from 0 to 1", param_hint="--rewrite-above")
     with repository(repo) as opened:
         report = opened.gc(dry_run=dry_run, rewrite_above=rewrite_above)
     emit(

@@ -120,14 +120,21 @@ class Candidates:
         return {name: number for number, name in enumerate(self.tensors)}
 
 
-def candidates(catalog: Catalog, base: Manifest, base_id: str, experts: tuple[Manifest, ...]) -> Candidates:
-    """Return every expert block that differs from the base's, all to be read whole."""
+def candidates(
+    catalog: Catalog, base: Manifest, experts: tuple[Manifest, ...], weights: tuple[float, ...]
+) -> Candidates:
+    """Return every expert block that differs from the base's, all to be read whole.
+
+    Experts of weight 0 have none: their deltas do not enter any result.
+    """
     rows: list[tuple[int, int, int]] = []
     pairs: list[tuple[bytes, bytes]] = []
     floats = [tensor for tensor in base.tensors if tensor.dtype.is_float]
     for number, tensor in enumerate(floats):
         for e, expert in enumerate(experts):
             twin = expert.tensor_by_name[tensor.name]
+            if weights[e] == 0.0:
+                continue
             same_dtype = twin.dtype is tensor.dtype
             for b, (mine, its) in enumerate(zip(tensor.blocks, twin.blocks, strict=True)):
                 assert mine is not None

@@ -85,7 +85,7 @@ def make_plan(
     raw = sum(expert.tensor_bytes for expert in experts)
     limit = None if budget is None else parse_budget(budget, raw)
     draft = _draft(recipe, base_id, expert_ids, seed)
-    found = candidates(store.catalog, base, base_id, experts)
+    found = candidates(store.catalog, base, experts, draft.weights)
     # Without a base, deltas are taken from one of the experts, whose bytes then count as an expert's.
     reference = base_cost(store.catalog, base) if base_id in expert_ids else 0
     spare = None if limit is None else limit - reference - found.total_cost

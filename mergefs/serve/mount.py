@@ -88,16 +88,18 @@ def mount(
     options = ["--repo", os.path.abspath(repo_path)]
     options += [] if ref is None else [f"--ref={ref}"]
     options += ["--allow-other"] if allow_other else []
-    try:
-        process = _start([*options, *_log_options(log, foreground), "--", str(point)], foreground)
-    except BaseException:
-        _tidy(point, made)
-        raise
-    _widen_readahead(point)
-    _started[process.pid] = process
-    if foreground:
-        _attend(process)
-        _started.pop(process.pid, None)
+    with _Endings(foreground) as endings:
+        try:
+            process = _start([*options, *_log_options(log, foreground), "--", str(point)], foreground)
+        except BaseException:
+            _tidy(point, made)
+            raise
+        endings.end(process)
+        _widen_readahead(point)
+        _started[process.pid] = process
+        if foreground:
+            process.wait()
+            _started.pop(process.pid, None)
     return MountInfo(point, process.pid, ref)
 
 
@@ -257,20 +259,38 @@ def _log_options(log: Path | None, foreground: bool) -> list[str]:
     return ["--log", "/dev/stderr"] if foreground else []
 
 
-def _attend(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a mount in the foreground; Ctrl-C and SIGTERM bring it about."""
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    if on_main_thread:
-        previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        while process.returncode is None:
-            try:
-                process.wait()
-            except KeyboardInterrupt:
-                process.terminate()
-    finally:
-        if on_main_thread:
-            signal.signal(signal.SIGTERM, previous)
+class _Endings:
+    """While a mount is in the foreground, Ctrl-C and SIGTERM end the serving process, from its very start on.
+
+    Only the main thread can arrange that; in others nothing is done.
+    """
+
+    def __init__(self, foreground: bool) -> None:
+        here = foreground and threading.current_thread() is threading.main_thread()
+        self._signals = (signal.SIGTERM, signal.SIGINT) if here else ()
+        self._previous: dict[signal.Signals, Any] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = False
+
+    def __enter__(self) -> _Endings:
+        for number in self._signals:
+            self._previous[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def end(self, process: subprocess.Popen[bytes]) -> None:
+        """Let the signals end this process; at once where one came before."""
+        self._process = process
+        if self._asked:
+            process.terminate()
+
+    def _ask(self, *_: object) -> None:
+        self._asked = True
+        if self._process is not None:
+            self._process.terminate()
 
 
 def _reap() -> None:
