@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergefs.blocks.pack import PackWriter, Record
@@ -65,6 +67,28 @@ def collect(store: Store, *, dry_run: bool = False, rewrite_above: float = REWRI
     if dry_run:
         with store.catalog.read() as txn:
             return _Collection(store, txn, rewrite_above, dry_run=True).run()
+    first = _pass(store, math.inf)
+    if not first.waste_bytes:
+        return first
+    # Rewriting needs room, which the first pass may just have made.
+    try:
+        second = _pass(store, rewrite_above)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return first
+    return replace(
+        second,
+        freed_bytes=first.freed_bytes + second.freed_bytes,
+        blocks_freed=first.blocks_freed + second.blocks_freed,
+        manifests_freed=first.manifests_freed + second.manifests_freed,
+        packs_removed=first.packs_removed + second.packs_removed,
+        leases_ended=first.leases_ended + second.leases_ended,
+    )
+
+
+def _pass(store: Store, rewrite_above: float) -> GcReport:
+    """Collect once, rewriting the packs whose dead share is above a bound."""
     swept: list[_Collection] = []
 
     def sweep(txn: Transaction) -> GcReport:
@@ -199,6 +223,16 @@ class _Collection:
     def _rewrite(self, packs: list[tuple[bytes, list[Record]]]) -> None:
         """Copy the live payloads of some packs into new ones, pack after pack in the order of their offsets."""
         writers: dict[int, PackWriter] = {}
+        try:
+            self._copy(packs, writers)
+            for writer in writers.values():
+                self._adopt(writer)
+        finally:
+            for writer in writers.values():
+                writer.__exit__(None, None, None)
+
+    def _copy(self, packs: list[tuple[bytes, list[Record]]], writers: dict[int, PackWriter]) -> None:
+        """Append the live payloads of some packs to writers, one for each depth."""
         count = 0
         for pack, records in packs:
             for record in sorted(records, key=lambda r: r.offset):
@@ -212,8 +246,6 @@ class _Collection:
                 writer = writers[depth]
                 payload = self._store.backend.get(pack_name(pack), record.offset, record.length)
                 if len(payload) != record.length:
-                    for unfinished in writers.values():
-                        unfinished.__exit__(None, None, None)
                     raise CorruptionError(f"pack {pack.hex()} is cut short: 'mergefs fsck' shows what it affects")
                 writer.append(
                     record.block,
@@ -228,8 +260,6 @@ class _Collection:
                 if writer.size >= PACK_BYTES:
                     self._adopt(writers.pop(depth))
             self._drop_pack(pack)
-        for writer in writers.values():
-            self._adopt(writer)
 
     def _adopt(self, writer: PackWriter) -> None:
         pack = bytes.fromhex(writer.finish())
