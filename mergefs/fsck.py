@@ -76,12 +76,14 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
     for name, identity in refs.items():
         if identity not in manifests:
             checker.report("ref", name, f"it names manifest {identity}, which is not in the catalog", (name,))
-    for identity in manifests:
-        checker.check_manifest(identity)
-    for pack in packs:
-        checker.check_pack(pack)
-    if read_data:
-        checker.check_data(progress)
+    # From here on gc may move blocks to other packs, and take those that no manifest needs; nothing else.
+    with store.reading("fsck", manifests):
+        for identity in manifests:
+            checker.check_manifest(identity)
+        for pack in packs:
+            checker.check_pack(pack)
+        if read_data:
+            checker.check_data(progress)
     known = {pack_name(pack) for pack in packs}
     garbage = sum(name not in known for name, _ in store.backend.list("packs"))
     return FsckReport(tuple(checker.problems), len(found), len(packs), len(manifests), garbage, read_data)
@@ -142,6 +144,8 @@ class _Checker:
         try:
             records = set(read_records(path))
         except (MergefsError, OSError) as error:
+            if self._is_collected(pack):
+                return
             message = str(error) if isinstance(error, MergefsError) else "its file is missing or unreadable"
             self.report("pack", pack.hex(), message, affects)
             return
@@ -157,7 +161,7 @@ class _Checker:
         reader = BlockReader(self._store.catalog, self._store.backend)
         checked = ordered(lambda loc: _try(reader, loc), items, threads=threads, window=4 * threads)
         for count, (location, message) in enumerate(checked, start=1):
-            if message is not None:
+            if message is not None and not self._is_gone(location.record.block):
                 users = self._users.get(location.record.block, set())
                 self._bad_block(location.record.block, message, tuple(sorted(users)))
             if progress:
@@ -173,10 +177,21 @@ class _Checker:
         try:
             identity = hash_file(self._store.path / pack_name(pack))
         except OSError as error:
+            if self._is_collected(pack):
+                return
             self.report("pack", pack.hex(), f"its file cannot be read: {error.strerror}", affects)
             return
         if identity != pack.hex():
             self.report("pack", pack.hex(), "its bytes have another hash", affects)
+
+    def _is_collected(self, pack: bytes) -> bool:
+        """Tell whether gc has replaced a pack since the check began."""
+        with self._store.catalog.read() as txn:
+            return txn.get("packs", pack) is None
+
+    def _is_gone(self, block: bytes) -> bool:
+        """Tell whether gc has taken a block since the check began that no manifest needs."""
+        return block not in self._users and self._store.catalog.locate(block) is None
 
     def _bad_block(self, block: bytes, message: str, refs: tuple[str, ...]) -> None:
         if block not in self._bad:

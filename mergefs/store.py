@@ -15,7 +15,7 @@ from mergefs import manifest as manifests
 from mergefs.backend import LocalBackend
 from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
-from mergefs.catalog.leases import Lease, leases
+from mergefs.catalog.leases import Lease, NoLease, leases
 from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref
 from mergefs.errors import (
     BlocksCollectedError,
@@ -55,6 +55,7 @@ class Store:
         self.config = _read_config(self.path)
         self.block_elements: int = self.config["block_elements"]
         self.sync = sync
+        self.readonly = readonly
         self.backend = LocalBackend(self.path, sync=sync)
         self.catalog = Catalog(self.path / "catalog", readonly=readonly, sync=sync)
         self._load_manifest = lru_cache(maxsize=64)(self._read_manifest)
@@ -248,7 +249,16 @@ class Store:
 
     def lease(self, purpose: str, manifests: Iterable[str] = ()) -> Lease:
         """Claim manifests for this process until the lease is released or the process ends."""
+        if self.readonly:
+            raise UserError(f"{self.path} is open for reading only: this needs the right to write to it")
         return Lease(self.catalog, purpose, manifests)
+
+    def reading(self, purpose: str, manifests: Iterable[str] = ()) -> Lease | NoLease:
+        """Claim manifests for reading: a lease, or nothing where the repository is open for reading only.
+
+        Who cannot write cannot tell others what he reads; a gc by somebody who can may then take it away.
+        """
+        return NoLease() if self.readonly else self.lease(purpose, manifests)
 
     # -- inside --------------------------------------------------------------------------------------------
 

@@ -32,23 +32,32 @@ class Environment:
         self.readonly = readonly
         self._gate = _Gate()
         try:
-            self._env = lmdb.open(
-                str(path),
-                map_size=max(_MAP_START, _data_size(path) * 2),
-                max_dbs=_TABLES,
-                max_readers=_READERS,
-                readonly=readonly,
-                create=not readonly,
-                sync=sync,
-                metasync=sync,
-                lock=True,
-                readahead=False,
-                mode=0o600,
-            )
+            try:
+                self._env = self._opened(sync, lock=True)
+            except lmdb.Error:
+                if not readonly:
+                    raise
+                # Readers enter themselves in the lock file; who may not write to it reads without.
+                self._env = self._opened(sync, lock=False)
             self._env.reader_check()
             self._tables = {name: self._env.open_db(name.encode(), create=not readonly) for name in tables}
         except lmdb.Error as error:
             raise MergefsError(f"the catalog at {path} cannot be opened: {error}") from error
+
+    def _opened(self, sync: bool, *, lock: bool) -> Any:
+        return lmdb.open(
+            str(self.path),
+            map_size=max(_MAP_START, _data_size(self.path) * 2),
+            max_dbs=_TABLES,
+            max_readers=_READERS,
+            readonly=self.readonly,
+            create=not self.readonly,
+            sync=sync,
+            metasync=sync,
+            lock=lock,
+            readahead=False,
+            mode=0o600,
+        )
 
     def close(self) -> None:
         """Close the environment; nothing may use it afterwards."""

@@ -119,6 +119,19 @@ class Lease:
         txn.put("leases", bytes.fromhex(self.id), json.dumps(entry).encode())
 
 
+class NoLease:
+    """What a repository gives that is open for reading only: protects nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
 def leases(txn: Transaction) -> Iterator[LeaseInfo]:
     """Yield every lease, those of dead processes included."""
     for key, value in txn.items("leases"):

@@ -25,10 +25,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 threads_option = click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Default: all cores.")
 
 
-def open_repository(given: str | None, *, readonly: bool = False) -> Repository:
-    """Open the repository that was given, or the nearest one upwards from the working folder."""
+def open_repository(given: str | None) -> Repository:
+    """Open the repository that was given, or the nearest one upwards from the working folder.
+
+    Where this user may not write to it, it is open for reading only.
+    """
     path = Path(given) if given else find_repository(Path.cwd())
-    return Repository.open(path, readonly=readonly)
+    catalog = path / "catalog"
+    return Repository.open(path, readonly=catalog.is_dir() and not os.access(catalog, os.W_OK))
 
 
 @contextmanager

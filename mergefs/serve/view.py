@@ -66,7 +66,7 @@ class View:
     ) -> None:
         self._store = store
         self.manifest_id = store.resolve(name)
-        self._lease = store.lease(purpose, [self.manifest_id])
+        self._lease = store.reading(purpose, [self.manifest_id])
         self.manifest: Manifest = store.manifest(self.manifest_id)
         self.counter = ReadCounter()
         self.cache = BlockCache(cache_bytes)
