@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 import blake3
 
-ID_BYTES = 32
 _HEX_ID = re.compile(r"[0-9a-f]{64}")
 _HEX_PREFIX = re.compile(r"[0-9a-f]{8,64}")
 

@@ -10,11 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from mergefs.blocks import codecs
 from mergefs.blocks.codecs import Encoded
-from mergefs.blocks.floats import to_float, unsigned
 from mergefs.blocks.geometry import grid
 from mergefs.blocks.pack import NO_BASE
 from mergefs.blocks.reader import BlockReader, Kind
@@ -23,7 +20,7 @@ from mergefs.checkpoint.directory import Checkpoint, CheckpointFile, open_checkp
 from mergefs.checkpoint.safetensors import TensorEntry
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import BlocksCollectedError, CheckpointError
-from mergefs.hashing import Buffer, digest
+from mergefs.hashing import digest
 from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData, safe_path
 from mergefs.pipeline import available_cores, ordered
 from mergefs.statistics import BlockMeasure, Collector, measure_block, statistics_key, unchanged_block
@@ -281,36 +278,18 @@ class _Worker:
         measurable = entry.dtype.is_float and base_dtype.is_float
         if known and not measurable:
             return _Done(piece, raw, block, None, NO_BASE, None)
-        base = self._reader.read(piece.base, Kind.BASE)
-        measure = _measure(raw, entry.dtype, base, base_dtype, piece.first) if measurable else None
-        if known:
-            return _Done(piece, raw, block, None, NO_BASE, measure, self._remaining(block, raw, entry.dtype))
+        read = self._reader.read_with_root(piece.base, Kind.BASE)
+        base = read[piece.base]
+        measure = measure_block(raw, entry.dtype, base, base_dtype, piece.first) if measurable else None
+        # A block that was added here and is in no closed pack yet is encoded again, for its errors' sake.
+        if known and self._catalog.locate(block) is not None:
+            _, errors = self._reader.read_with_errors(block, Kind.EXPERT, read)
+            return _Done(piece, raw, block, None, NO_BASE, measure, errors)
         if entry.dtype is not base_dtype:
             return _Done(piece, raw, block, codecs.encode(raw, entry.dtype), NO_BASE, measure)
-        root, root_raw = self._root(piece.base, base)
+        root, root_raw = next(iter(read.items()))
         encoded = codecs.encode_tiered(raw, entry.dtype, root_raw)
         return _Done(piece, raw, block, encoded, root, measure, encoded.errors)
-
-    def _remaining(self, block: bytes, raw: bytes, dtype: DType) -> tuple[float, ...]:
-        """Return the squared errors that remain after each tier of a block that is stored already."""
-        tiers = self._catalog.tiers(block)
-        if len(tiers) < 2:
-            return ()
-        values = to_float(raw, dtype).astype(np.float64)
-        errors = []
-        for depth in range(1, len(tiers)):
-            delta, root = self._reader.read_coarse(block, depth, Kind.EXPERT, {})
-            rest = values - to_float(root, dtype) - delta
-            errors.append(float(rest @ rest))
-        return (*errors, 0.0)
-
-    def _root(self, base: bytes, raw: Buffer) -> tuple[bytes, Buffer]:
-        """Return the block to encode against: the base's, or the one that it is itself encoded against."""
-        location = self._catalog.locate(base)
-        if location is None or location.record.base == NO_BASE:
-            return base, raw
-        root = location.record.base
-        return root, self._reader.read(root, Kind.BASE)
 
     def _read(self, piece: _Piece) -> bytes:
         file = self._files[piece.file]
@@ -326,15 +305,6 @@ class _Worker:
         except OSError as error:
             raise CheckpointError(f"{file.source} cannot be read: {error.strerror}") from error
         return raw
-
-
-def _measure(raw: Buffer, dtype: DType, base: Buffer, base_dtype: DType, first: int) -> BlockMeasure:
-    if dtype is base_dtype:
-        equal = unsigned(raw, dtype.itemsize) == unsigned(base, dtype.itemsize)
-        unchanged = int(np.count_nonzero(equal))
-    else:
-        unchanged = 0
-    return measure_block(to_float(raw, dtype), to_float(base, base_dtype), first, unchanged)
 
 
 def _store_block(writer: BlockWriter, done: _Done) -> None:

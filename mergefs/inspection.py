@@ -10,7 +10,6 @@ from mergefs.catalog.tables import locations
 from mergefs.errors import MergefsError
 from mergefs.manifest import TensorData
 from mergefs.merge.lazy import load_plan
-from mergefs.serve.view import known_sha256
 from mergefs.store import Store
 
 
@@ -54,7 +53,7 @@ def show(store: Store, name: str) -> dict[str, Any]:
         "raw_bytes": manifest.raw_bytes,
         "lazy": manifest.is_lazy,
         "files": [
-            {"path": f.path, "size": f.size, "sha256": f.sha256 or known_sha256(store, identity, f.path)}
+            {"path": f.path, "size": f.size, "sha256": f.sha256 or store.known_sha256(identity, f.path)}
             for f in manifest.files
         ],
         "tensors": [

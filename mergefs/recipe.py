@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from mergefs.errors import RecipeError
-
-Scalar = float | bool
+from mergefs.merge import registry
+from mergefs.merge.method import Method
+from mergefs.merge.parameters import Scalar
 
 _KEYS = {"models", "merge_method", "base_model", "parameters", "dtype", "tokenizer_source"}
 _NOT_YET = {"slices", "modules", "out_dtype", "tokenizer", "chat_template"}
@@ -22,65 +23,11 @@ DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
-class ParameterSpec:
-    """What a method's parameter may be.
-
-    Attributes:
-        default: used when the recipe does not give it; None when it has to.
-        is_flag: true or false instead of a number.
-        lowest, highest: of a number.
-        per_model: whether each model may have its own.
-    """
-
-    default: Scalar | None
-    is_flag: bool = False
-    lowest: float = -math.inf
-    highest: float = math.inf
-    per_model: bool = False
-
-
-@dataclass(frozen=True)
-class MethodSpec:
-    """A merge method as recipes see it.
-
-    Attributes:
-        name: as in `merge_method`.
-        needs_base: whether `base_model` has to be given.
-        parameters: by name.
-    """
-
-    name: str
-    needs_base: bool
-    parameters: Mapping[str, ParameterSpec]
-
-
-_WEIGHT = ParameterSpec(None, per_model=True)
-_DENSITY = ParameterSpec(1.0, lowest=0.0, highest=1.0, per_model=True)
-_LAMBDA = ParameterSpec(1.0)
-_OFF = ParameterSpec(False, is_flag=True)
-_ON = ParameterSpec(True, is_flag=True)
-# int8_mask chooses the dtype of mergekit's intermediate mask: it cannot change a result here.
-_DELTA = {"weight": _WEIGHT, "lambda": _LAMBDA, "int8_mask": _OFF}
-
-METHODS: dict[str, MethodSpec] = {
-    spec.name: spec
-    for spec in (
-        MethodSpec("linear", False, {"weight": _WEIGHT, "normalize": _ON, "int8_mask": _OFF}),
-        MethodSpec("task_arithmetic", True, {**_DELTA, "normalize": _OFF}),
-        MethodSpec("ties", True, {**_DELTA, "density": _DENSITY, "normalize": _ON}),
-        MethodSpec("dare_linear", True, {**_DELTA, "density": _DENSITY, "normalize": _OFF, "rescale": _ON}),
-        MethodSpec("dare_ties", True, {**_DELTA, "density": _DENSITY, "normalize": _OFF, "rescale": _ON}),
-    )
-}
-"""The methods that recipes may name."""
-
-
-@dataclass(frozen=True)
 class Recipe:
     """A checked recipe.
 
     Attributes:
-        method: its spec.
+        method: the merge method.
         base_model: how the recipe names the base, or None.
         models: how it names each model, in order (the base left out where the method needs one).
         parameters: for each model, every parameter of the method with its value.
@@ -89,7 +36,7 @@ class Recipe:
         text: the YAML as given.
     """
 
-    method: MethodSpec
+    method: Method
     base_model: str | None
     models: tuple[str, ...]
     parameters: tuple[Mapping[str, Scalar], ...]
@@ -189,11 +136,11 @@ def _check_keys(value: dict[str, Any], where: str) -> None:
         raise RecipeError(f"{where}: tokenizer_source can only be 'base' so far")
 
 
-def _method(value: dict[str, Any], where: str) -> MethodSpec:
+def _method(value: dict[str, Any], where: str) -> Method:
     name = value.get("merge_method")
-    if not isinstance(name, str) or name not in METHODS:
-        raise RecipeError(f"{where}: unknown merge_method {name!r}: this mergefs has {', '.join(METHODS)}")
-    return METHODS[name]
+    if not isinstance(name, str) or name not in registry.names():
+        raise RecipeError(f"{where}: unknown merge_method {name!r}: this mergefs has {', '.join(registry.names())}")
+    return registry.method(name)
 
 
 def _models(value: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -217,7 +164,7 @@ def _model_name(value: Any, where: str) -> str:
     return value
 
 
-def _parameters(value: Any, where: str, method: MethodSpec) -> dict[str, Scalar]:
+def _parameters(value: Any, where: str, method: Method) -> dict[str, Scalar]:
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -225,7 +172,7 @@ def _parameters(value: Any, where: str, method: MethodSpec) -> dict[str, Scalar]
     return {name: _scalar(name, given, where, method) for name, given in value.items()}
 
 
-def _scalar(name: str, value: Any, where: str, method: MethodSpec) -> Scalar:
+def _scalar(name: str, value: Any, where: str, method: Method) -> Scalar:
     spec = method.parameters.get(name)
     if spec is None:
         raise RecipeError(f"{where}: {method.name} has no parameter '{name}': it has {', '.join(method.parameters)}")
@@ -246,9 +193,7 @@ def _scalar(name: str, value: Any, where: str, method: MethodSpec) -> Scalar:
     return number
 
 
-def _resolve(
-    given: Mapping[str, Scalar], method: MethodSpec, where: str, *, per_model: bool = True
-) -> dict[str, Scalar]:
+def _resolve(given: Mapping[str, Scalar], method: Method, where: str, *, per_model: bool = True) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {}
     for name, spec in method.parameters.items():
         if spec.per_model is not per_model:
@@ -261,7 +206,7 @@ def _resolve(
 
 
 def _check_weights(
-    method: MethodSpec, parameters: list[dict[str, Scalar]], shared: Mapping[str, Scalar], where: str
+    method: Method, parameters: list[dict[str, Scalar]], shared: Mapping[str, Scalar], where: str
 ) -> None:
     if method.name == "linear" and shared["normalize"] and abs(sum(p["weight"] for p in parameters)) < 1e-8:
         raise RecipeError(f"{where}: the weights add up to 0 and cannot be normalized: set normalize: false")

@@ -48,12 +48,14 @@ class Repository(Store):
         With `save`, the plan is stored until the next gc.
         """
         from mergefs.blocks.reader import ReadCounter
-        from mergefs.planner.resolve import make_plan
+        from mergefs.planner.resolve import find_models, make_plan
         from mergefs.store import plan_name
 
-        planned = make_plan(self, recipe, budget=budget, seed=seed, counter=ReadCounter())
-        if save:
-            self.backend.put(plan_name(planned.plan.id), planned.plan.encoded)
+        models = find_models(self, recipe)
+        with self.reading("plan", models.all):
+            planned = make_plan(self, recipe, models, budget=budget, seed=seed, counter=ReadCounter())
+            if save:
+                self.backend.put(plan_name(planned.plan.id), planned.plan.encoded)
         return planned
 
     def merge(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:

@@ -16,8 +16,11 @@ import numpy as np
 from numcodecs import zstd
 from numpy.typing import NDArray
 
+from mergefs.blocks.floats import to_float, unsigned
+from mergefs.blocks.tiers.layout import COARSE_TIERS
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import name_key
+from mergefs.dtypes import DType
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer, Hasher
 
@@ -36,8 +39,6 @@ _INEXACT_LIMIT = 1 << 25
 _HEADER = struct.Struct("<4sIIIIQ")
 _MAGIC = b"mst2"
 _MAGIC_WITHOUT_ERRORS = b"mst1"
-
-COARSE_TIERS = 3
 
 
 @dataclass(frozen=True)
@@ -167,24 +168,29 @@ def unchanged_block(elements: int) -> BlockMeasure:
     return BlockMeasure(0.0, 0.0, 0.0, elements, elements, None, None, None)
 
 
-def measure_block(expert: NDArray[Any], base: NDArray[Any], first: int, unchanged: int) -> BlockMeasure:
+def measure_block(raw: Buffer, dtype: DType, base: Buffer, base_dtype: DType, first: int) -> BlockMeasure:
     """Measure the delta of one block.
 
     Args:
-        expert, base: float32[n] (or float64[n], rounded to float32 here).
+        raw, base: the bytes of the expert's block and of the base's, n elements each.
+        dtype, base_dtype: their element types, both floats.
         first: the number of the block's first element in its tensor.
-        unchanged: the number of elements with equal bits.
     """
     from mergefs.blocks import kernels
 
+    unchanged = 0
+    if dtype is base_dtype:
+        unchanged = int(np.count_nonzero(unsigned(raw, dtype.itemsize) == unsigned(base, dtype.itemsize)))
     histogram = np.zeros(kernels.HISTOGRAM_BINS, np.uint32)
     sketch = np.zeros(SKETCH_SIZE, np.float64)
-    inexact = np.empty(expert.size + 1, np.uint32)
     with np.errstate(over="ignore", invalid="ignore"):
-        expert, base = expert.astype(np.float32, copy=False), base.astype(np.float32, copy=False)
+        values, below = (
+            to_float(data, of).astype(np.float32, copy=False) for data, of in ((raw, dtype), (base, base_dtype))
+        )
+    inexact = np.empty(values.size + 1, np.uint32)
     energy, inner, largest, _, count = kernels.measure(
-        expert,
-        base,
+        values,
+        below,
         first,
         _signs(),
         histogram,
@@ -192,7 +198,7 @@ def measure_block(expert: NDArray[Any], base: NDArray[Any], first: int, unchange
         inexact,
     )
     return BlockMeasure(
-        energy, inner, float(largest), unchanged, expert.size, histogram, sketch, inexact[:count].copy()
+        energy, inner, float(largest), unchanged, values.size, histogram, sketch, inexact[:count].copy()
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -137,7 +137,8 @@ class Store:
             return [key.hex() for key, _ in txn.items("manifests")]
 
     def manifest_entry(self, identity: str) -> dict[str, Any]:
-        """Return what the catalog says of a manifest: `time`, and `ingest` or `merge` with that run's figures."""
+        """Return what the catalog says of a manifest: `time`, `raw_bytes`, an ingest's `base`, and `merge` with the
+        figures of that run."""
         with self.catalog.read() as txn:
             return get_manifest(txn, identity) or {}
 
@@ -182,6 +183,36 @@ class Store:
             return put_ref(txn, name, manifest.id)
 
         return self.catalog.write(commit)
+
+    def read_object(self, name: str, identity: str, what: str) -> bytes:
+        """Return a manifest's or plan's bytes, checked against its id.
+
+        Args:
+            name: of the object.
+            identity: its id.
+            what: how messages call it.
+
+        Raises:
+            CorruptionError: when it is missing or damaged.
+        """
+        try:
+            data = self.backend.get(name)
+        except FileNotFoundError:
+            raise CorruptionError(f"{what} {identity} is missing from the repository") from None
+        if hex_digest(data) != identity:
+            raise CorruptionError(f"{what} {identity} is damaged: its bytes have another hash")
+        return data
+
+    def known_sha256(self, manifest: str, path: str) -> str | None:
+        """Return a derived file's SHA-256 where somebody has computed it, or None."""
+        with self.catalog.read() as txn:
+            value = txn.get("checksums", _checksum_key(manifest, path))
+        return None if value is None else value.hex()
+
+    def remember_sha256(self, manifest: str, path: str, sha256: str) -> None:
+        """Keep a derived file's SHA-256 for the next who asks."""
+        key = _checksum_key(manifest, path)
+        self.catalog.write(lambda txn: txn.put("checksums", key, bytes.fromhex(sha256)))
 
     # -- refs ----------------------------------------------------------------------------------------------
 
@@ -267,13 +298,7 @@ class Store:
             self.backend.put(name, data)
 
     def _read_manifest(self, identity: str) -> Manifest:
-        try:
-            data = self.backend.get(manifest_name(identity))
-        except FileNotFoundError:
-            raise CorruptionError(f"manifest {identity} is missing from the repository") from None
-        if hex_digest(data) != identity:
-            raise CorruptionError(f"manifest {identity} is damaged: its bytes have another hash")
-        return manifests.decode(data)
+        return manifests.decode(self.read_object(manifest_name(identity), identity, "manifest"))
 
     def _sweep_temporary(self) -> None:
         """Remove what dead processes left half-written."""
@@ -326,6 +351,10 @@ def manifest_name(identity: str) -> str:
 def plan_name(identity: str) -> str:
     """Return the object name of a plan."""
     return f"plans/{identity[:2]}/{identity}.json"
+
+
+def _checksum_key(manifest: str, path: str) -> bytes:
+    return bytes.fromhex(manifest) + hashlib.sha256(path.encode()).digest()
 
 
 def check_ref_name(name: str) -> None:
@@ -383,8 +412,3 @@ def _read_config(path: Path) -> dict[str, Any]:
     if config.get("hash") != "blake3" or type(size) is not int or size < 1:
         raise MergefsError(f"{path / CONFIG} is damaged: it lacks its hash or block size")
     return config
-
-
-def is_repository(path: Path) -> bool:
-    """Tell whether a folder is a repository."""
-    return os.path.isfile(path / CONFIG)

@@ -300,6 +300,7 @@ def example_plan() -> Plan:
         "ties",
         ID,
         (ID, ID[::-1]),
+        False,
         (0.1, -1e-17),
         (1.0, 1 / 3),
         {"lambda": 0.7, "normalize": True},

@@ -100,18 +100,40 @@ class BlockReader:
             BudgetExceededError: see `ReadCounter.add`.
         """
         record, payloads = self._payloads(block, kind)
-        base: Buffer | None = None
-        if record.base != NO_BASE:
-            base = self._base(record, kind, known)
+        return self._decoded(record, payloads, self._base(record, kind, known))
+
+    def read_with_errors(
+        self, block: bytes, kind: Kind, known: Mapping[bytes, Buffer] | None = None
+    ) -> tuple[Buffer, tuple[float, ...]]:
+        """Return a block's bytes, and the squared error of its delta that remains after each of its tiers.
+
+        Args, Raises: see `read`. There are no errors, (), for a block without tiers.
+        """
+        from mergefs.blocks import tiers
+
+        record, payloads = self._payloads(block, kind)
+        base = self._base(record, kind, known)
+        raw = self._decoded(record, payloads, base)
+        if base is None or record.encoding != codecs.Encoding.TIERS:
+            return raw, ()
+        exact = tiers.decode_delta(payloads, base)
+        errors = []
+        for depth in range(1, len(payloads) + 1):
+            rest = exact.astype(np.float64) - tiers.decode_delta(payloads[:depth], base)
+            errors.append(float(rest @ rest))
+        return raw, tuple(errors)
+
+    def _decoded(self, record: Record, payloads: list[bytes], base: Buffer | None) -> Buffer:
+        name = record.block.hex()
         try:
             if record.encoding == codecs.Encoding.TIERS and base is not None:
                 raw = codecs.decode_tiers(payloads, record.raw_length, base)
             else:
                 raw = codecs.decode(record.encoding, payloads[0], record.raw_length, record.dtype, base)
         except CorruptionError as error:
-            raise CorruptionError(f"block {block.hex()} is damaged: {error}") from error
-        if digest(raw) != block:
-            raise CorruptionError(f"block {block.hex()} is damaged: its bytes have another hash")
+            raise CorruptionError(f"block {name} is damaged: {error}") from error
+        if digest(raw) != record.block:
+            raise CorruptionError(f"block {name} is damaged: its bytes have another hash")
         return raw
 
     def read_with_root(self, block: bytes, kind: Kind) -> dict[bytes, Buffer]:
@@ -152,9 +174,14 @@ class BlockReader:
         if record.encoding != codecs.Encoding.TIERS or not depth < record.tiers:
             raise CorruptionError(f"block {block.hex()} has no {depth} coarse tiers: the plan is for other packs")
         base = self._base(record, kind, known)
+        if base is None:
+            raise CorruptionError(f"block {block.hex()} has tiers and no base block")
         return tiers.decode_delta(payloads, base), base
 
-    def _base(self, record: Record, kind: Kind, known: Mapping[bytes, Buffer] | None) -> Buffer:
+    def _base(self, record: Record, kind: Kind, known: Mapping[bytes, Buffer] | None) -> Buffer | None:
+        """Return the bytes of the block that a block is encoded against; None where it is encoded alone."""
+        if record.base == NO_BASE:
+            return None
         if known is not None and record.base in known:
             return known[record.base]
         location = self._catalog.locate(record.base)

@@ -182,10 +182,12 @@ class _Shared:
         self._lock = threading.Lock()
         self._open: dict[Path, tuple[Environment, int]] = {}
 
-    def acquire(self, path: Path, make: Callable[[], Environment]) -> Environment:
+    def acquire(self, path: Path, make: Callable[[], Environment], *, readonly: bool) -> Environment:
         with self._lock:
             found = self._open.get(path)
             environment, users = found if found else (make(), 0)
+            if environment.readonly and not readonly:
+                raise MergefsError(f"the catalog at {path} is open for reading only in this process: close it first")
             self._open[path] = (environment, users + 1)
             return environment
 

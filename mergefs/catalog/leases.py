@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import Catalog, get_location
-from mergefs.errors import BlocksCollectedError, MergefsError
+from mergefs.errors import BlocksCollectedError
 
 LEASE_BYTES = 8
 
@@ -115,7 +115,7 @@ class Lease:
     def _take(self, txn: Transaction, entry: dict[str, Any]) -> None:
         for manifest in entry["manifests"]:
             if txn.get("manifests", bytes.fromhex(manifest)) is None:
-                raise MergefsError(f"manifest {manifest} is not in the repository any more")
+                raise BlocksCollectedError(f"manifest {manifest} is not in the repository any more")
         txn.put("leases", bytes.fromhex(self.id), json.dumps(entry).encode())
 
 

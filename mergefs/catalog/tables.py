@@ -23,7 +23,6 @@ TABLES = (
     "packs",
     "refs",
     "manifests",
-    "plans",
     "statistics",
     "thresholds",
     "checksums",
@@ -48,7 +47,7 @@ class Catalog:
     def __init__(self, path: Path, *, readonly: bool = False, sync: bool = True) -> None:
         self.path = path.resolve()
         self._environment = shared.acquire(
-            self.path, lambda: Environment(self.path, TABLES, readonly=readonly, sync=sync)
+            self.path, lambda: Environment(self.path, TABLES, readonly=readonly, sync=sync), readonly=readonly
         )
         self.read = self._environment.read
         self.write = self._environment.write

@@ -69,10 +69,10 @@ def main() -> None:
         click.echo("mergefs: interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
-        click.echo(f"mergefs: {_printable(error.format_message())}", err=True)
+        click.echo(f"mergefs: {printable(error.format_message())}", err=True)
         sys.exit(error.exit_code)
     except MergefsError as error:
-        click.echo(f"mergefs: {_printable(str(error))}", err=True)
+        click.echo(f"mergefs: {printable(str(error))}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.stderr.close()
@@ -82,10 +82,10 @@ def main() -> None:
         sys.exit(130)
     except OSError as error:
         where = f": {error.filename}" if error.filename else " (is the disk full, or the repository unwritable?)"
-        click.echo(f"mergefs: {_printable((error.strerror or str(error)) + where)}", err=True)
+        click.echo(f"mergefs: {printable((error.strerror or str(error)) + where)}", err=True)
         sys.exit(1)
 
 
-def _printable(text: str) -> str:
-    """Return text without anything that a terminal would obey."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+def printable(text: str, *, keep: str = "") -> str:
+    """Return text without anything that a terminal would obey, but for the characters in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)

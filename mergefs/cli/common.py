@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from mergefs.cli import printable
 from mergefs.repository import Repository
 from mergefs.store import find_repository
 
@@ -50,7 +51,7 @@ def emit(value: Any, as_json: bool, text: Callable[[], str]) -> None:
     if as_json:
         click.echo(json.dumps(plain(value), ensure_ascii=True))
     else:
-        click.echo(printable(text()))
+        click.echo(printable(text(), keep="\n\t"))
 
 
 def plain(value: Any) -> Any:
@@ -62,11 +63,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return str(value) if isinstance(value, os.PathLike) else value
-
-
-def printable(text: str) -> str:
-    """Return text in which nothing but line breaks and tabs can move a terminal's cursor."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
 from mergefs.hashing import digest
-from mergefs.merge.linear import combine
+from mergefs.merge.linear import combine, delta_scale
 from mergefs.merge.method import BlockInputs, Method
+from mergefs.merge.parameters import DENSITY, OF_DELTAS, OFF, ON
 from mergefs.merge.ties import elect
 from mergefs.planner.plan import Plan
+
+PARAMETERS = {**OF_DELTAS, "density": DENSITY, "normalize": OFF, "rescale": ON}
 
 
 def drop(inputs: BlockInputs) -> None:
@@ -48,14 +51,14 @@ class DareLinear(Method):
     """The rescaled deltas are added up."""
 
     name = "dare_linear"
+    parameters: ClassVar = PARAMETERS
+    is_random = True
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
         drop(inputs)
         plan = inputs.plan
-        total = sum(plan.weights)
-        divisor = total if plan.settings["normalize"] and abs(total) >= 1e-8 else 1.0
-        scale = float(plan.settings["lambda"]) / divisor
+        scale = delta_scale(plan)
         return combine(inputs, 1.0, tuple(w * scale for w in rescaled(plan)))
 
 
@@ -66,6 +69,8 @@ class DareTies(Method):
     """
 
     name = "dare_ties"
+    parameters: ClassVar = PARAMETERS
+    is_random = True
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 from mergefs.blocks import codecs
@@ -23,7 +22,7 @@ from mergefs.merge.output import Output
 from mergefs.merge.sources import Sources
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.plan import Plan, TensorPlan
-from mergefs.planner.resolve import Planned, make_plan
+from mergefs.planner.resolve import Planned, find_models, make_plan
 from mergefs.recipe import Recipe
 from mergefs.store import Store, check_ref_name
 
@@ -104,7 +103,8 @@ def merge(
         progress: told the blocks done and the blocks in all.
 
     Raises:
-        RecipeError, BudgetError, NotFoundError, RefNameError: see `make_plan`; nothing has changed then.
+        RecipeError, BudgetError, NotFoundError, RefNameError: see `find_models` and `make_plan`; nothing has
+            changed then.
         CorruptionError: when a block that is needed is missing or damaged.
     """
     check_ref_name(name)
@@ -143,8 +143,8 @@ def materialize(
     plan = load_plan(store, manifest.lineage.plan)
     counter = ReadCounter(plan.budget)
     entry = store.manifest_entry(identity)
-    with store.lease("materialize", [identity, plan.base, *plan.experts]):
-        run = _Run(store, plan, counter, threads, max_memory)
+    with store.lease("materialize", {identity, plan.base, *plan.experts}) as lease:
+        run = _Run(store, plan, lease, counter, threads, max_memory)
         raw = sum(store.manifest(expert).tensor_bytes for expert in plan.experts)
         return run.eager(name, began, plan.budget, raw, progress, entry)
 
@@ -162,20 +162,14 @@ def _merge(
     progress: Progress | None,
 ) -> MergeReport:
     began = time.monotonic()
-    find = lookup or store.resolve
-    # Looked up once: a ref may move meanwhile, and the lease is on what it names now.
-    models = {model: find(model) for model in (*recipe.models, *([recipe.base_model] if recipe.base_model else []))}
-    with store.lease("merge", models.values()):
+    models = find_models(store, recipe, lookup)
+    with store.lease("merge", models.all) as lease:
         counter = ReadCounter()
-        planned = make_plan(store, recipe, budget=budget, seed=seed, counter=counter, lookup=models.__getitem__)
-        if planned.budget_bytes is not None:
-            counter.limit_expert(planned.budget_bytes)
-        # The base may be one that the recipe does not name.
-        with store.lease("merge", [planned.plan.base]):
-            run = _Run(store, planned.plan, counter, threads, max_memory)
-            if lazy:
-                return run.lazy(name, began, planned)
-            return run.eager(name, began, planned.budget_bytes, planned.expert_raw_bytes, progress, {})
+        planned = make_plan(store, recipe, models, budget=budget, seed=seed, counter=counter)
+        run = _Run(store, planned.plan, lease, counter, threads, max_memory)
+        if lazy:
+            return run.lazy(name, began, planned)
+        return run.eager(name, began, planned.budget_bytes, planned.expert_raw_bytes, progress, {})
 
 
 @dataclass(frozen=True)
@@ -196,9 +190,18 @@ class _Done:
 class _Run:
     """One run of the engine over one plan."""
 
-    def __init__(self, store: Store, plan: Plan, counter: ReadCounter, threads: int | None, max_memory: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        plan: Plan,
+        lease: Lease,
+        counter: ReadCounter,
+        threads: int | None,
+        max_memory: int,
+    ) -> None:
         self._store = store
         self._plan = plan
+        self._lease = lease
         self._counter = counter
         self._base = store.manifest(plan.base)
         self._reader = BlockReader(store.catalog, store.backend, counter)
@@ -218,9 +221,7 @@ class _Run:
             open_blocks += mine.count(None)
             shared += len(mine) - mine.count(None)
         counts = BlockCounts(shared, 0, open_blocks)
-        with ExitStack() as stack:
-            lease = stack.enter_context(self._store.lease("merge"))
-            writer = stack.enter_context(self._writer(lease))
+        with self._writer() as writer:
             manifest = self._output(writer).manifest(blocks)
             writer.flush()
             return self._publish(
@@ -240,9 +241,7 @@ class _Run:
         blocks: dict[str, list[str | None]] = {t.name: list(t.blocks) for t in self._base.tensors}
         jobs = list(self._jobs())
         derived = 0
-        with ExitStack() as stack:
-            lease = stack.enter_context(self._store.lease("merge"))
-            writer = stack.enter_context(self._writer(lease))
+        with self._writer() as writer:
             output = self._output(writer)
             results = ordered(
                 lambda job: self._derive(writer, job),
@@ -293,9 +292,9 @@ class _Run:
         writer.add(done.block, done.encoded, raw_length=done.size, dtype=dtype.code, base=done.root)
         return writer.new_blocks - before
 
-    def _writer(self, lease: Lease) -> BlockWriter:
+    def _writer(self) -> BlockWriter:
         store = self._store
-        return BlockWriter(store.catalog, store.backend, store.path / "tmp", lease, sync=store.sync)
+        return BlockWriter(store.catalog, store.backend, store.path / "tmp", self._lease, sync=store.sync)
 
     def _output(self, writer: BlockWriter) -> Output:
         def store_blob(data: bytes) -> Blob:

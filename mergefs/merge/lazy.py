@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
-from mergefs.errors import CorruptionError
-from mergefs.hashing import Buffer, hex_digest
+from mergefs.hashing import Buffer
 from mergefs.manifest import Manifest
 from mergefs.planner import plan as plans
 from mergefs.planner.plan import Plan
@@ -51,10 +50,4 @@ def load_plan(store: Store, identity: str) -> Plan:
     Raises:
         CorruptionError: when it is missing or damaged.
     """
-    try:
-        data = store.backend.get(plan_name(identity))
-    except FileNotFoundError:
-        raise CorruptionError(f"plan {identity} is missing from the repository") from None
-    if hex_digest(data) != identity:
-        raise CorruptionError(f"plan {identity} is damaged: its bytes have another hash")
-    return plans.decode(data)
+    return plans.decode(store.read_object(plan_name(identity), identity, "plan"))

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.merge.method import BlockInputs, Method
+from mergefs.merge.parameters import INT8_MASK, OF_DELTAS, OFF, ON, WEIGHT
 from mergefs.planner.plan import Plan
 
 
@@ -22,11 +23,21 @@ def combine(inputs: BlockInputs, base_scale: float, coefficients: tuple[float, .
     return out
 
 
+def delta_scale(plan: Plan) -> float:
+    """Return lambda, divided by the sum of the weights when `normalize` (not where that is near 0, as mergekit
+    has it)."""
+    total = sum(plan.weights)
+    divisor = total if plan.settings["normalize"] and abs(total) >= 1e-8 else 1.0
+    return float(plan.settings["lambda"]) / divisor
+
+
 class Linear(Method):
     """sum w_i x_i, divided by sum w_i when `normalize`. With x_i = base + d_i this is a sum of deltas, so
     that an average is exact whatever lies between base and experts."""
 
     name = "linear"
+    parameters: ClassVar = {"weight": WEIGHT, "normalize": ON, INT8_MASK: OFF}
+    needs_base = False
 
     def base_scale(self, plan: Plan) -> float:
         """See `Method.base_scale`."""
@@ -46,13 +57,12 @@ class TaskArithmetic(Method):
     """base + lambda * sum w_i d_i, the sum divided by sum w_i when `normalize`."""
 
     name = "task_arithmetic"
+    parameters: ClassVar = {**OF_DELTAS, "normalize": OFF}
 
     def importance(self, plan: Plan) -> tuple[float, ...]:
         """See `Method.importance`: here it is the coefficient itself."""
-        total = sum(plan.weights)
-        # A sum of weights near zero is not divided by, as mergekit has it.
-        divisor = total if plan.settings["normalize"] and abs(total) >= 1e-8 else 1.0
-        return tuple(float(plan.settings["lambda"]) * w / divisor for w in plan.weights)
+        scale = delta_scale(plan)
+        return tuple(w * scale for w in plan.weights)
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""

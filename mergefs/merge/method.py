@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
+from mergefs.merge.parameters import ParameterSpec
 from mergefs.planner.plan import Plan, TensorPlan
 
 
@@ -32,9 +34,21 @@ class BlockInputs:
 
 
 class Method(ABC):
-    """A merge method. Instances hold no state."""
+    """A merge method. Instances hold no state.
 
-    name: str
+    Attributes:
+        name: as in a recipe's `merge_method`.
+        parameters: what a recipe may give it.
+        needs_base: whether a recipe has to name a `base_model`.
+        is_random: whether the seed matters.
+        trims: whether deltas are trimmed below thresholds that the plan holds.
+    """
+
+    name: ClassVar[str]
+    parameters: ClassVar[Mapping[str, ParameterSpec]]
+    needs_base: ClassVar[bool] = True
+    is_random: ClassVar[bool] = False
+    trims: ClassVar[bool] = False
 
     @abstractmethod
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:

@@ -13,6 +13,11 @@ _METHODS: dict[str, Method] = {
 }
 
 
+def names() -> tuple[str, ...]:
+    """Return the names of all methods."""
+    return tuple(_METHODS)
+
+
 def method(name: str) -> Method:
     """Return a method.
 
@@ -20,5 +25,5 @@ def method(name: str) -> Method:
         RecipeError: when this mergefs has none of that name.
     """
     if name not in _METHODS:
-        raise RecipeError(f"this mergefs has no merge method '{name}'")
+        raise RecipeError(f"unknown merge_method '{name}': this mergefs has {', '.join(_METHODS)}")
     return _METHODS[name]

@@ -45,8 +45,7 @@ class Sources:
         self.base = base
         self.experts = experts
         self._reader = reader
-        # A recipe without a base measures deltas from its first model, whose bytes are then expert bytes.
-        self._base_kind = Kind.EXPERT if plan.base in plan.experts else Kind.BASE
+        self._base_kind = Kind.EXPERT if plan.baseless else Kind.BASE
 
     def base_block(self, tensor: Tensor, number: int) -> BaseBlock:
         """Read a block of the base.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.merge.method import BlockInputs, Method
+from mergefs.merge.parameters import DENSITY, OF_DELTAS, ON
 
 
 def elect(inputs: BlockInputs, weights: tuple[float, ...], thresholds: tuple[float, ...]) -> NDArray[Any]:
@@ -36,6 +37,8 @@ class Ties(Method):
     elements equal to that magnitude are all kept."""
 
     name = "ties"
+    parameters: ClassVar = {**OF_DELTAS, "density": DENSITY, "normalize": ON}
+    trims = True
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""

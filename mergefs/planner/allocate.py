@@ -19,11 +19,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from mergefs.blocks.tiers.layout import COARSE_TIERS
 from mergefs.catalog.tables import Catalog, get_tiers
 from mergefs.manifest import Manifest
 from mergefs.planner.measured import Measurer
 from mergefs.planner.plan import EXACT
-from mergefs.statistics import COARSE_TIERS
 
 DEPTHS = COARSE_TIERS + 2
 """Depths that a block can be read to: not at all, its coarse tiers, exactly."""

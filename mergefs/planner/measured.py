@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
 from mergefs.errors import BudgetError
+from mergefs.hashing import Buffer
 from mergefs.manifest import Tensor
 from mergefs.statistics import (
     Collector,
@@ -113,8 +112,8 @@ class Measurer:
             if tensor.blocks[number] == twin.blocks[number] and tensor.dtype is twin.dtype:
                 collector.add(unchanged_block(stop - first))
             else:
-                expert, base = self._pair(tensor, twin, number)
-                collector.add(measure_block(expert, base, first, 0))
+                expert, base, errors = self._pair(tensor, twin, number)
+                collector.add(measure_block(expert, tensor.dtype, base, twin.dtype, first), errors)
         found = collector.finish()
         key = statistics_key(identity, self._base, name)
         self._store.catalog.write(lambda txn: txn.put("statistics", key, found.encode()))
@@ -128,18 +127,21 @@ class Measurer:
         for number in range(len(tensor.blocks)):
             if tensor.blocks[number] == twin.blocks[number] and tensor.dtype is twin.dtype:
                 continue
-            expert, base = self._pair(tensor, twin, number)
-            bits = np.abs(expert.astype(np.float32) - base.astype(np.float32)).view(np.uint32)
+            expert, base, _ = self._pair(tensor, twin, number)
+            values, below = (
+                to_float(raw, dtype).astype(np.float32) for raw, dtype in ((expert, tensor.dtype), (base, twin.dtype))
+            )
+            bits = np.abs(values - below).view(np.uint32)
             inside.append(bits[bits >> 16 == index])
-        values = np.sort(np.concatenate(inside))
-        return np.float32(values[len(values) - rank : len(values) - rank + 1].view(np.float32)[0])
+        found = np.sort(np.concatenate(inside))
+        return np.float32(found[len(found) - rank : len(found) - rank + 1].view(np.float32)[0])
 
-    def _pair(self, tensor: Tensor, twin: Tensor, number: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the values of one block of an expert and of its base."""
+    def _pair(self, tensor: Tensor, twin: Tensor, number: int) -> tuple[Buffer, Buffer, tuple[float, ...]]:
+        """Return the bytes of one block of an expert and of its base, and the errors after the expert's tiers."""
         base_block, block = twin.blocks[number], tensor.blocks[number]
         assert base_block is not None
         assert block is not None
         base_id = bytes.fromhex(base_block)
         known = self._reader.read_with_root(base_id, Kind.BASE)
-        expert = self._reader.read(bytes.fromhex(block), Kind.EXPERT, known)
-        return to_float(expert, tensor.dtype), to_float(known[base_id], twin.dtype)
+        raw, errors = self._reader.read_with_errors(bytes.fromhex(block), Kind.EXPERT, known)
+        return raw, known[base_id], errors

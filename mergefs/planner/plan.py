@@ -55,6 +55,7 @@ class Plan:
         method: name of the merge method.
         base: id of the manifest that deltas are taken from.
         experts: ids of the expert manifests, in the recipe's order.
+        baseless: there is no base: deltas are taken from the first expert, which `base` then is.
         weights, densities: one for each expert; densities 1.0 where the method has none.
         settings: the method's other numbers and flags, such as `lambda`, `normalize`, `rescale`.
         dtype: safetensors name of the output dtype of float tensors, or None for the base's.
@@ -67,6 +68,7 @@ class Plan:
     method: str
     base: str
     experts: tuple[str, ...]
+    baseless: bool
     weights: tuple[float, ...]
     densities: tuple[float, ...]
     settings: Mapping[str, float | bool]
@@ -86,6 +88,7 @@ class Plan:
                 "method": self.method,
                 "base": self.base,
                 "experts": list(self.experts),
+                "baseless": self.baseless,
                 "weights": [repr(w) for w in self.weights],
                 "densities": [repr(d) for d in self.densities],
                 "settings": {k: v if isinstance(v, bool) else repr(v) for k, v in self.settings.items()},
@@ -134,6 +137,7 @@ def decode(data: bytes) -> Plan:
             value["method"],
             value["base"],
             tuple(value["experts"]),
+            value["baseless"],
             tuple(float(w) for w in value["weights"]),
             tuple(float(d) for d in value["densities"]),
             {k: _setting(v) for k, v in value["settings"].items()},

@@ -23,8 +23,6 @@ class BlockCache:
         self._kept: OrderedDict[Hashable, Buffer] = OrderedDict()
         self._making: dict[Hashable, Future[Buffer]] = {}
         self._bytes = 0
-        self.hits = 0
-        self.misses = 0
 
     def get(self, key: Hashable, make: Callable[[], Buffer]) -> Buffer:
         """Return the block of `key`, calling `make` where it is neither kept nor being made.
@@ -33,12 +31,10 @@ class BlockCache:
         """
         with self._lock:
             if key in self._kept:
-                self.hits += 1
                 self._kept.move_to_end(key)
                 return self._kept[key]
             waiting = self._making.get(key)
             if waiting is None:
-                self.misses += 1
                 mine: Future[Buffer] = Future()
                 self._making[key] = mine
         if waiting is not None:

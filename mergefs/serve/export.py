@@ -18,7 +18,7 @@ from mergefs.errors import CorruptionError, DestinationError, MergefsError
 from mergefs.hashing import Buffer
 from mergefs.manifest import safe_path
 from mergefs.pipeline import available_cores, ordered
-from mergefs.serve.view import FileInfo, View, remember_sha256
+from mergefs.serve.view import FileInfo, View
 from mergefs.units import format_size
 
 Progress = Callable[[int, int], None]
@@ -203,4 +203,4 @@ def _flush_folder(folder: Path) -> None:
 def _remember(view: View, path: str, sha256: str) -> None:
     # It only saves the next reader some work: a catalog that cannot be written is no reason to fail.
     with suppress(MergefsError, OSError):
-        remember_sha256(view.store, view.manifest_id, path, sha256)
+        view.store.remember_sha256(view.manifest_id, path, sha256)

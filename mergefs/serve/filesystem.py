@@ -9,9 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -23,7 +21,8 @@ from fsspec.utils import tokenize
 from mergefs.errors import NotFoundError
 from mergefs.hashing import hex_digest
 from mergefs.manifest import FileRecipe, Manifest
-from mergefs.serve.view import View, known_sha256
+from mergefs.serve.pool import Pool
+from mergefs.serve.view import View
 from mergefs.store import Store, find_repository
 
 REPOSITORY_VARIABLE = "MERGEFS_REPO"
@@ -74,7 +73,7 @@ class MergefsFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def close(self) -> None:
         """Give back the leases of models that no file is open in. The file system can still be used."""
-        self._models.close_idle()
+        self._models.views.close_idle()
 
     # -- reading -------------------------------------------------------------------------------------------
 
@@ -127,7 +126,7 @@ class MergefsFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """
         info = self._readable(path)
         first, stop, _ = slice(start, end).indices(info["size"])
-        with self._models.using(info["manifest"]) as view:
+        with self._models.views.using(info["manifest"]) as view:
             return view.read(_split(info["name"])[1], first, max(0, stop - first))
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> MergefsFile:
@@ -135,7 +134,7 @@ class MergefsFileSystem(AbstractFileSystem):  # type: ignore[misc]
             self._refuse()
         kwargs.pop("autocommit", None)
         kwargs.pop("size", None)
-        return MergefsFile(self, self._models, self._readable(path), block_size=block_size, **kwargs)
+        return MergefsFile(self, self._models.views, self._readable(path), block_size=block_size, **kwargs)
 
     def ukey(self, path: str) -> str:
         """Return what changes when the contents at `path` change: a ref's does when it is moved."""
@@ -227,7 +226,7 @@ class MergefsFileSystem(AbstractFileSystem):  # type: ignore[misc]
             "type": "file",
             "manifest": manifest.id,
             "created": self._store.manifest_time(manifest.id),
-            "sha256": file.sha256 or known_sha256(self._store, manifest.id, file.path),
+            "sha256": file.sha256 or self._store.known_sha256(manifest.id, file.path),
         }
 
 
@@ -237,15 +236,15 @@ class MergefsFile(AbstractBufferedFile):  # type: ignore[misc]
     def __init__(
         self,
         fs: MergefsFileSystem,
-        models: _Models,
+        views: Pool[View],
         info: dict[str, Any],
         cache_type: str = "none",
         **kwargs: Any,
     ) -> None:
-        self._models = models
+        self._views = views
         self._manifest: str = info["manifest"]
         self._inside = _split(info["name"])[1]
-        self._view: View | None = models.acquire(self._manifest)
+        self._view: View | None = views.acquire(self._manifest)
         try:
             # The view keeps decoded blocks itself, so that a buffer here would only hold them twice.
             super().__init__(fs, info["name"], "rb", cache_type=cache_type, size=info["size"], **kwargs)
@@ -266,7 +265,7 @@ class MergefsFile(AbstractBufferedFile):  # type: ignore[misc]
     def _release(self) -> None:
         if self._view is not None:
             self._view = None
-            self._models.release(self._manifest)
+            self._views.release(self._manifest)
 
     def __reduce__(self) -> Any:
         # Opened again, it has to be the same file even when the ref has moved.
@@ -275,51 +274,15 @@ class MergefsFile(AbstractBufferedFile):  # type: ignore[misc]
 
 
 class _Models:
-    """The views of one repository that this process has open, whoever uses them. Safe for many threads."""
+    """One repository and its views that this process has open, whoever uses them."""
 
     _all: ClassVar[dict[tuple[int, Path], _Models]] = {}
 
     def __init__(self, path: Path) -> None:
-        self.store = Store.open(path)
-        # A file that is forgotten is closed by the garbage collector, in any thread at any moment: so the
-        # lock can be taken twice, and `release` does nothing but count.
-        self._lock = threading.RLock()
-        self._views: OrderedDict[str, View] = OrderedDict()
-        self._users: Counter[str] = Counter()
-
-    def acquire(self, manifest: str) -> View:
-        """Return a manifest's view, which stays open until `release`."""
-        with self._lock:
-            if manifest not in self._views:
-                self._close_idle(IDLE_VIEWS - 1)
-                self._views[manifest] = View(self.store, manifest, cache_bytes=CACHE_BYTES_PER_VIEW, purpose="fsspec")
-            self._views.move_to_end(manifest)
-            self._users[manifest] += 1
-            return self._views[manifest]
-
-    def release(self, manifest: str) -> None:
-        """Say that a view is not used any more."""
-        with self._lock:
-            self._users[manifest] -= 1
-
-    @contextmanager
-    def using(self, manifest: str) -> Iterator[View]:
-        """Use a manifest's view for the length of the block."""
-        view = self.acquire(manifest)
-        try:
-            yield view
-        finally:
-            self.release(manifest)
-
-    def close_idle(self) -> None:
-        """Close every view that nobody uses."""
-        with self._lock:
-            self._close_idle(0)
-
-    def _close_idle(self, keep: int) -> None:
-        idle = [manifest for manifest in self._views if not self._users[manifest]]
-        for manifest in idle[: max(0, len(idle) - keep)]:
-            self._views.pop(manifest).close()
+        self.store = store = Store.open(path)
+        self.views = Pool(
+            lambda manifest: View(store, manifest, cache_bytes=CACHE_BYTES_PER_VIEW, purpose="fsspec"), IDLE_VIEWS
+        )
 
 
 _models_lock = threading.Lock()

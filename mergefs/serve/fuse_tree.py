@@ -11,19 +11,18 @@ manifest share their cached pages.
 from __future__ import annotations
 
 import stat
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from mergefs.errors import CorruptionError, NotFoundError
 from mergefs.hashing import digest, is_hex_id
+from mergefs.serve.pool import Pool
 
 REFS = "refs"
 MANIFESTS = "manifests"
-MAX_VIEWS = 8
+IDLE_VIEWS = 8
 # What has been read is in the kernel's page cache; a view needs to keep only the blocks that many readers with
 # their readahead are in the middle of.
 CACHE_BYTES = 64 << 20
@@ -261,9 +260,9 @@ class AllModels:
 
     cache_seconds = MUTABLE_SECONDS
 
-    def __init__(self, models: Models, max_views: int = MAX_VIEWS) -> None:
+    def __init__(self, models: Models, idle_views: int = IDLE_VIEWS) -> None:
         self._models = models
-        self._views = _Views(models, max_views)
+        self._views = Pool(lambda manifest_id: _opened(models, manifest_id), idle_views)
         self._mtime = time.time()
 
     def node(self, path: str) -> Node:
@@ -278,7 +277,7 @@ class AllModels:
             case ["refs", name]:
                 return self._link(name, self._refs().get(name))
             case ["manifests", manifest_id, *inside]:
-                return self._views.tree(manifest_id).node("".join(inside))
+                return self._tree(manifest_id).node("".join(inside))
         raise NotFoundError(f"there is no {path!r}")
 
     def children(self, path: str) -> list[tuple[str, Node]]:
@@ -292,14 +291,14 @@ class AllModels:
                 # Listing opens no views: who wants more than the names looks each folder up.
                 return [(i, _folder(inode_number(i, ""), 0, 0)) for i in sorted(self._models.manifest_ids())]
             case ["manifests", manifest_id, *inside]:
-                return self._views.tree(manifest_id).children("".join(inside))
+                return self._tree(manifest_id).children("".join(inside))
         raise NotFoundError(f"there is no folder {path!r}")
 
     def open(self, path: str) -> OpenFile:
         """Open the file at `path` (see `Tree.open`)."""
         match path.split("/", 2):
             case ["manifests", manifest_id, inside]:
-                return self._views.open(manifest_id, inside)
+                return self._open(manifest_id, inside)
         raise NotFoundError(f"there is no file {path!r}")
 
     def totals(self) -> Totals:
@@ -309,6 +308,19 @@ class AllModels:
     def close(self) -> None:
         """Close every view."""
         self._views.close()
+
+    def _tree(self, manifest_id: str) -> ModelTree:
+        with self._views.using(manifest_id) as opened:
+            return opened.tree  # plain data, valid also when the view is closed
+
+    def _open(self, manifest_id: str, path: str) -> OpenFile:
+        opened = self._views.acquire(manifest_id)
+        try:
+            node = opened.tree.file(path)
+        except BaseException:
+            self._views.release(manifest_id)
+            raise
+        return OpenFile(node, opened.view, path, lambda: self._views.release(manifest_id))
 
     def _refs(self) -> dict[str, str]:
         """Return the refs as they are now, without those that cannot be a file's name."""
@@ -323,83 +335,33 @@ class AllModels:
         return Node(stat.S_IFLNK | 0o777, inode, len(target), mtime, 1, target)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Opened:
-    """A view with its layout and the number of files that are open in it."""
+    """A view with its layout."""
 
     view: View
     tree: ModelTree
-    files: int = 0
-
-
-@dataclass
-class _Views:
-    """The views used last, at most `limit`; a view with open files stays, even beyond the limit.
-
-    The lock is held for looking up, opening and closing, never while bytes are read.
-    """
-
-    models: Models
-    limit: int
-    _opened: OrderedDict[str, _Opened] = field(default_factory=OrderedDict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def tree(self, manifest_id: str) -> ModelTree:
-        """Return the layout of a manifest.
-
-        Raises:
-            NotFoundError: when there is none of this id.
-        """
-        with self._lock:
-            return self._get(manifest_id).tree
-
-    def open(self, manifest_id: str, path: str) -> OpenFile:
-        """Open a file of a manifest and keep its view until the file is released.
-
-        Raises:
-            NotFoundError: when there is no such manifest or file.
-        """
-        with self._lock:
-            opened = self._get(manifest_id)
-            node = opened.tree.file(path)
-            opened.files += 1
-        return OpenFile(node, opened.view, path, lambda: self._release(opened))
 
     def close(self) -> None:
-        """Close every view."""
-        with self._lock:
-            while self._opened:
-                self._opened.popitem()[1].view.close()
+        """Close the view."""
+        self.view.close()
 
-    def _get(self, manifest_id: str) -> _Opened:
-        """Return a manifest's view, opened when it is not yet. The lock is held."""
-        opened = self._opened.get(manifest_id)
-        if opened is not None:
-            self._opened.move_to_end(manifest_id)
-            return opened
-        # Only whole ids are names here: a ref or a prefix would be a second name for the same cached pages.
-        if not is_hex_id(manifest_id):
-            raise NotFoundError(f"there is no manifest {manifest_id!r}")
-        view = _view(self.models, manifest_id)
-        try:
-            tree = ModelTree(manifest_id, view.files, self.models.manifest_time(manifest_id))
-        except BaseException:
-            view.close()
-            raise
-        opened = self._opened[manifest_id] = _Opened(view, tree)
-        self._trim(keep=manifest_id)
-        return opened
 
-    def _release(self, opened: _Opened) -> None:
-        with self._lock:
-            opened.files -= 1
-            self._trim()
+def _opened(models: Models, manifest_id: str) -> _Opened:
+    """Open a manifest by its whole id.
 
-    def _trim(self, keep: str | None = None) -> None:
-        """Close the views used longest ago that nobody has files open in, down to the limit."""
-        idle = [i for i, opened in self._opened.items() if not opened.files and i != keep]
-        for manifest_id in idle[: max(0, len(self._opened) - self.limit)]:
-            self._opened.pop(manifest_id).view.close()
+    Raises:
+        NotFoundError: when there is none of this id.
+    """
+    # Only whole ids are names here: a ref or a prefix would be a second name for the same cached pages.
+    if not is_hex_id(manifest_id):
+        raise NotFoundError(f"there is no manifest {manifest_id!r}")
+    view = _view(models, manifest_id)
+    try:
+        return _Opened(view, ModelTree(manifest_id, view.files, models.manifest_time(manifest_id)))
+    except BaseException:
+        view.close()
+        raise
 
 
 def _view(models: Models, name: str) -> View:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ class View:
         """The files by their paths."""
         return {
             file.path: FileInfo(
-                file.path, file.size, file.sha256 or known_sha256(self._store, self.manifest_id, file.path)
+                file.path, file.size, file.sha256 or self._store.known_sha256(self.manifest_id, file.path)
             )
             for file in self.manifest.files
         }
@@ -239,19 +238,3 @@ class View:
                 size = (stop - first) * tensor.dtype.itemsize
                 yield _Part(at, size, tensor.blocks[number], tensor, number)
                 at += size
-
-
-def known_sha256(store: Store, manifest: str, path: str) -> str | None:
-    """Return a derived file's SHA-256 where somebody has computed it, or None."""
-    with store.catalog.read() as txn:
-        value = txn.get("checksums", _checksum_key(manifest, path))
-    return None if value is None else value.hex()
-
-
-def remember_sha256(store: Store, manifest: str, path: str, sha256: str) -> None:
-    """Keep a derived file's SHA-256 for the next who asks."""
-    store.catalog.write(lambda txn: txn.put("checksums", _checksum_key(manifest, path), bytes.fromhex(sha256)))
-
-
-def _checksum_key(manifest: str, path: str) -> bytes:
-    return bytes.fromhex(manifest) + hashlib.sha256(path.encode()).digest()

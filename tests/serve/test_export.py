@@ -19,7 +19,7 @@ from mergefs.errors import CorruptionError, DestinationError, MergefsError
 from mergefs.manifest import FileRecipe, Manifest
 from mergefs.repository import Repository
 from mergefs.serve.export import export
-from mergefs.serve.view import View, known_sha256
+from mergefs.serve.view import View
 
 BLOCK = 4096
 
@@ -225,7 +225,7 @@ def test_sums_of_derived_files_are_remembered(repository: Repository, view: View
     view.manifest_id = view.manifest.id
     export(view, tmp_path / "out")
     expected = hashlib.sha256((tmp_path / "model" / "model.safetensors").read_bytes()).hexdigest()
-    assert known_sha256(repository, view.manifest.id, "model.safetensors") == expected
+    assert repository.known_sha256(view.manifest.id, "model.safetensors") == expected
 
 
 def test_a_read_only_catalog_is_no_hindrance(view: View, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_a_read_only_catalog_is_no_hindrance(view: View, tmp_path: Path, monkeyp
         raise MergefsError("the catalog is read-only")
 
     view.manifest = derived(view.manifest)
-    monkeypatch.setattr(module, "remember_sha256", refuse)
+    monkeypatch.setattr(Repository, "remember_sha256", refuse)
     export(view, tmp_path / "out")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "model")
 
