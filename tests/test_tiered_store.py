@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,10 @@ from mergefs.blocks.reader import BlockReader, Kind, ReadCounter, pack_name
 from mergefs.catalog.tables import Location
 from mergefs.checkpoint.safetensors import build_header
 from mergefs.dtypes import DTYPES
-from mergefs.errors import CorruptionError
+from mergefs.errors import CorruptionError, MergefsError, UserError
 from mergefs.recipe import Recipe
 from mergefs.repository import Repository
-from mergefs.statistics import load
+from mergefs.statistics import load, measure_block
 
 BF16 = DTYPES["BF16"]
 SHAPES = {"layers.0.w": (512, 384), "layers.1.w": (700, 256), "norm": (256,)}
@@ -182,6 +183,84 @@ def test_a_base_that_is_itself_a_tiered_expert(repository: Repository) -> None:
     identity = repository.resolve("x")
     with repository.catalog.read() as txn:
         assert not load(txn, identity, repository.resolve("y"), SHAPES)
+
+
+def test_a_block_that_comes_twice_in_one_expert(repository: Repository, tmp_path: Path) -> None:
+    random = np.random.default_rng(8)
+    base = (random.standard_normal((300, 256)) * 0.04).astype(BF16.numpy).astype(np.float32)
+    for name, delta in (("base", 0.0), ("twin", 4e-4)):
+        one = base + delta * np.random.default_rng(9).standard_normal(base.shape).astype(np.float32)
+        write(tmp_path / f"{name}.safetensors", {"a": one, "b": one})
+        repository.ingest(tmp_path / f"{name}.safetensors", f"{name}2", base="base2" if delta else None)
+    ids = [repository.resolve(name) for name in ("twin2", "base2")]
+    with repository.catalog.read() as txn:
+        statistics = load(txn, *ids, ("a", "b"))
+    assert np.isfinite(statistics["a"].errors).all()
+    assert np.array_equal(statistics["a"].errors, statistics["b"].errors)
+
+
+def test_linear_with_its_base_among_the_models(repository: Repository) -> None:
+    text = "merge_method: linear\ndtype: float32\nmodels:\n- {model: base, parameters: {weight: 0.25}}\n"
+    text += "- {model: x, parameters: {weight: 0.75}}\n"
+    for asked in (text, "base_model: base\n" + text):
+        report = repository.merge(Recipe.parse(asked), "mixed", budget="5%")
+        assert 0 < report.read.expert <= report.budget_bytes
+        report = repository.merge(Recipe.parse(asked), "mixed")
+        base, x = values(repository, "base"), values(repository, "x")
+        assert np.allclose(values(repository, "mixed"), 0.25 * base + 0.75 * x, atol=1e-7)
+        # The base counts as the base, and the expert as an expert.
+        assert report.read.expert == sum(
+            tier.record.length
+            for tiers in (repository.catalog.tiers(b) for b in {*_tensor_blocks(repository, "x")})
+            for tier in tiers
+        )
+
+
+def _tensor_blocks(repository: Repository, name: str) -> Iterator[bytes]:
+    for tensor in repository.manifest(repository.resolve(name)).tensors:
+        yield from (bytes.fromhex(block) for block in tensor.blocks if block)
+
+
+def test_an_expert_of_weight_zero_is_not_read(repository: Repository) -> None:
+    text = "merge_method: task_arithmetic\nbase_model: base\nmodels:\n- {model: x, parameters: {weight: 0.5}}\n"
+    alone = repository.merge(Recipe.parse(text), "alone")
+    both = repository.merge(Recipe.parse(text + "- {model: y, parameters: {weight: 0}}\n"), "both")
+    assert both.read.expert == alone.read.expert
+    assert np.array_equal(values(repository, "both"), values(repository, "alone"))
+
+
+def test_a_repository_that_is_only_read(repository: Repository, tmp_path: Path) -> None:
+    shutil.copytree(repository.path, tmp_path / "copy")
+    expected = values(repository, "x")
+    with Repository.open(tmp_path / "copy", readonly=True) as reading:
+        assert np.array_equal(values(reading, "x"), expected)
+        assert reading.fsck(read_data=True).ok
+        assert reading.gc(dry_run=True).blocks_freed == 0
+        assert reading.export("x", tmp_path / "out").files == 1
+        for write_ in (lambda: reading.merge(recipe(), "m"), lambda: reading.ingest(tmp_path / "out", "again")):
+            with pytest.raises(UserError, match="reading only"):
+                write_()
+        with pytest.raises(MergefsError, match="reading only"):
+            Repository.open(tmp_path / "copy")
+        assert not list((tmp_path / "copy" / "tmp").iterdir())
+
+
+def test_sketches_estimate_inner_products() -> None:
+    random = np.random.default_rng(1)
+    zeros = bytes(4 << 16)
+    own, crossed = [], []
+    for page in range(80):
+        a, b = (random.standard_normal(1 << 16).astype(np.float32) for _ in range(2))
+        one, two = (measure_block(x.tobytes(), DTYPES["F32"], zeros, DTYPES["F32"], page << 16) for x in (a, b))
+        assert one.sketch is not None
+        assert two.sketch is not None
+        own.append(float(one.sketch @ one.sketch) / float(a @ a))
+        crossed.append(float(one.sketch @ two.sketch) / float(np.linalg.norm(a) * np.linalg.norm(b)))
+    # Standard deviations sqrt(2 / 128) = 0.125 and sqrt(1 / 128) = 0.088, themselves known to 8 %.
+    assert np.mean(own) == pytest.approx(1, abs=0.06)
+    assert np.mean(crossed) == pytest.approx(0, abs=0.04)
+    assert np.std(own) == pytest.approx(0.125, rel=0.3)
+    assert np.std(crossed) == pytest.approx(0.088, rel=0.3)
 
 
 def test_damage_to_a_tier_is_named_and_coarser_ones_still_decode(repository: Repository) -> None:
