@@ -43,6 +43,14 @@ class Backend(ABC):
             FileNotFoundError: when there is no such object.
         """
 
+    def exists(self, name: str) -> bool:
+        """Tell whether there is such an object."""
+        try:
+            self.size(name)
+        except FileNotFoundError:
+            return False
+        return True
+
     @abstractmethod
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield the name and size of every object whose name begins with the folder `prefix`."""
@@ -72,8 +80,7 @@ class LocalBackend(Backend):
 
     def put(self, name: str, data: bytes) -> None:
         """See `Backend.put`."""
-        target = self.root / name
-        if target.exists():
+        if self.exists(name):
             return
         temporary = self.root / "tmp" / f"{os.getpid()}-{os.urandom(8).hex()}"
         with open(temporary, "xb") as file:

@@ -75,6 +75,8 @@ class Store:
             DestinationError: when the folder holds anything, or cannot be made.
             UserError: when the block size is out of range.
         """
+        if str(path) == "":
+            raise UserError("the repository's folder is an empty text: name a folder")
         folder = Path(path).absolute()
         if block_size % 4096 or not 4096 <= block_size <= 1 << 28:
             raise UserError(f"a block size of {block_size} bytes: it must be a multiple of 4 KiB up to 256 MiB")

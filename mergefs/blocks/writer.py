@@ -151,9 +151,12 @@ class BlockWriter:
 
     def _register(self, txn: Transaction, finished: list[tuple[bytes, PackWriter]]) -> None:
         # Files get their names inside the transaction: gc looks for packs that nobody knows inside one too,
-        # and so can never take these for orphans. A second run (after the map grew) finds them moved.
+        # and so can never take these for orphans. A second run (after the map grew) finds them moved, unless
+        # gc came in between, to which they were orphans then.
         for identity, pack in finished:
             if pack.path.exists():
                 self._backend.adopt(pack_name(identity), pack.path)
+            elif not self._backend.exists(pack_name(identity)):
+                raise BlocksCollectedError(f"pack {identity.hex()} was collected before it was entered")
         put_packs(txn, ((identity, pack.size, pack.records) for identity, pack in finished))
         self._lease.claim(txn, {record.block for _, pack in finished for record in pack.records})

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from mergefs.cli import printable
+from mergefs.errors import UserError
 from mergefs.repository import Repository
 from mergefs.store import find_repository
 
@@ -31,6 +32,8 @@ def open_repository(given: str | None) -> Repository:
 
     Where this user may not write to it, it is open for reading only.
     """
+    if given == "":
+        raise UserError("the repository's folder is given as an empty text: name a folder, or leave -R away")
     path = Path(given) if given else find_repository(Path.cwd())
     catalog = path / "catalog"
     return Repository.open(path, readonly=catalog.is_dir() and not os.access(catalog, os.W_OK))

@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -190,11 +191,17 @@ def serve(tree: Tree, directory: Path, ready: Callable[[], None], *, allow_other
         raise MountError("mfusepy is missing: pip install 'mergefs[mount]'") from error
     except OSError as error:
         raise MountError("libfuse3 is missing: apt install fuse3") from error
+    serving = threading.Event()
+
+    def started() -> None:
+        serving.set()
+        ready()
+
     # Until here no signal could end the process half way.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _END_SIGNALS)
     try:
         mfusepy.FUSE(
-            TreeFiles(tree, ready),
+            TreeFiles(tree, started),
             str(directory),
             foreground=True,  # the process is in the background already, and LMDB survives no fork
             ro=True,
@@ -208,6 +215,9 @@ def serve(tree: Tree, directory: Path, ready: Callable[[], None], *, allow_other
             attr_timeout=tree.cache_seconds,
         )
     except RuntimeError as error:
+        if serving.is_set():
+            log.info("the mount was ended by a signal (libfuse says %s)", error)
+            return
         raise MountError(f"{directory} cannot be mounted (libfuse error {error})") from error
 
 
