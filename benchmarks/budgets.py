@@ -52,7 +52,7 @@ def measure(repository: Repository, method: str, experts: list[str]) -> list[dic
                 "method": method,
                 "budget": budget,
                 "read": report.read.expert / report.expert_raw_bytes,
-                "predicted": planned.candidates.predicted_error,
+                "predicted": planned.predicted_error,
                 "measured": float(error),
             }
         )

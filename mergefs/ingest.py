@@ -10,6 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mergefs.blocks import codecs
 from mergefs.blocks.codecs import Encoded
 from mergefs.blocks.geometry import grid
@@ -23,7 +26,10 @@ from mergefs.errors import BlocksCollectedError, CheckpointError
 from mergefs.hashing import digest
 from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData, safe_path
 from mergefs.pipeline import available_cores, ordered
-from mergefs.statistics import BlockMeasure, Collector, measure_block, statistics_key, unchanged_block
+from mergefs.statistics.measure import BlockMeasure, Collector, coarse_sample, measure_block, unchanged_block
+from mergefs.statistics.sample import positions
+from mergefs.statistics.stored import with_stored_bytes
+from mergefs.statistics.tensor import statistics_key
 from mergefs.store import Publication, Store, check_ref_name
 
 Progress = Callable[[int, int], None]
@@ -96,6 +102,7 @@ class _Done:
         encoded: None when the block is stored already.
         root: the block that it is encoded against.
         errors: what remains of its delta after each tier, where it has several.
+        coarse: float32[sample, 3]: what these tiers give for the sampled elements.
     """
 
     piece: _Piece
@@ -105,6 +112,7 @@ class _Done:
     root: bytes
     measure: BlockMeasure | None
     errors: tuple[float, ...] = ()
+    coarse: NDArray[np.float32] | None = None
 
 
 def ingest(
@@ -196,10 +204,7 @@ def _publish(
     entry: dict[str, object] = {"raw_bytes": raw_bytes}
     if base_id is not None and base_id != manifest.id:
         entry["base"] = base_id
-        statistics = [
-            ("statistics", statistics_key(manifest.id, base_id, tensor), collector.finish().encode())
-            for tensor, collector in gathered.collectors.items()
-        ]
+        statistics = _statistics(store, manifest, base_id, gathered.collectors)
     previous = store.publish(manifest, name, entry, extra=statistics)
     return IngestReport(
         manifest.id,
@@ -211,6 +216,19 @@ def _publish(
         writer.reused_blocks,
         time.monotonic() - began,
     )
+
+
+def _statistics(store: Store, manifest: Manifest, base_id: str, collectors: dict[str, Collector]) -> Publication:
+    """Return the catalog's entries for what was collected."""
+    base = store.manifest(base_id)
+    with store.catalog.read() as txn:
+        finished = {
+            name: with_stored_bytes(txn, collector.finish(), manifest.tensor_by_name[name], base.tensor_by_name[name])
+            for name, collector in collectors.items()
+        }
+    return [
+        ("statistics", statistics_key(manifest.id, base_id, name), found.encode()) for name, found in finished.items()
+    ]
 
 
 def _open(file: CheckpointFile, stack: ExitStack) -> int:
@@ -272,7 +290,8 @@ class _Worker:
             encoded = None if self._writer.known(block) else codecs.encode(raw, entry.dtype)
             return _Done(piece, raw, block, encoded, NO_BASE, None)
         if block == piece.base and entry.dtype is base_dtype:
-            same = unchanged_block(piece.size // entry.dtype.itemsize) if entry.dtype.is_float else None
+            elements = piece.size // entry.dtype.itemsize
+            same = unchanged_block(piece.first, elements) if entry.dtype.is_float else None
             return _Done(piece, raw, block, None, NO_BASE, same)
         known = self._writer.known(block)
         measurable = entry.dtype.is_float and base_dtype.is_float
@@ -281,15 +300,19 @@ class _Worker:
         read = self._reader.read_with_root(piece.base, Kind.BASE)
         base = read[piece.base]
         measure = measure_block(raw, entry.dtype, base, base_dtype, piece.first) if measurable else None
+        sample = positions(piece.first, piece.first + piece.size // entry.dtype.itemsize)
         # A block that was added here and is in no closed pack yet is encoded again, for its errors' sake.
         if known and self._catalog.locate(block) is not None:
-            _, errors = self._reader.read_with_errors(block, Kind.EXPERT, read)
-            return _Done(piece, raw, block, None, NO_BASE, measure, errors)
+            depths = self._reader.read_with_depths(block, Kind.EXPERT, read, sample)
+            root_raw = base if depths.root is None else depths.root
+            coarse = coarse_sample(depths.sampled, root_raw, entry.dtype, base, base_dtype, piece.first)
+            return _Done(piece, raw, block, None, NO_BASE, measure, depths.errors, coarse)
         if entry.dtype is not base_dtype:
             return _Done(piece, raw, block, codecs.encode(raw, entry.dtype), NO_BASE, measure)
         root, root_raw = next(iter(read.items()))
-        encoded = codecs.encode_tiered(raw, entry.dtype, root_raw)
-        return _Done(piece, raw, block, encoded, root, measure, encoded.errors)
+        encoded = codecs.encode_tiered(raw, entry.dtype, root_raw, sample)
+        coarse = coarse_sample(encoded.sampled, root_raw, entry.dtype, base, base_dtype, piece.first)
+        return _Done(piece, raw, block, encoded, root, measure, encoded.errors, coarse)
 
     def _read(self, piece: _Piece) -> bytes:
         file = self._files[piece.file]
@@ -341,7 +364,7 @@ class _Gathered:
             if entry.name not in self.collectors:
                 elements = (entry.stop - entry.start) // entry.dtype.itemsize
                 self.collectors[entry.name] = Collector(elements)
-            self.collectors[entry.name].add(done.measure, done.errors)
+            self.collectors[entry.name].add(done.measure, done.errors, done.coarse)
 
     def manifest(self, block_elements: int) -> Manifest:
         """Return the model's manifest, once all pieces are in."""

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from mergefs.gc import GcReport
     from mergefs.ingest import IngestReport, Progress
     from mergefs.inspection import StatsReport
-    from mergefs.merge.engine import MergeReport
+    from mergefs.merge.accuracy import ErrorReport
+    from mergefs.merge.engine import MergeReport, RefineReport
+    from mergefs.planner.aim import Aim
     from mergefs.planner.resolve import Planned
     from mergefs.recipe import Recipe
     from mergefs.serve.export import ExportReport
@@ -42,27 +44,44 @@ class Repository(Store):
 
         return ingest(self, path, name, base=base, threads=threads, progress=progress)
 
-    def plan(self, recipe: Recipe, *, budget: str | None = None, seed: int = 0, save: bool = True) -> Planned:
+    def plan(self, recipe: Recipe, *, seed: int = 0, save: bool = True, **aim: Any) -> Planned:
         """Resolve a recipe without running it; see `mergefs.planner.resolve.make_plan`.
 
-        With `save`, the plan is stored until the next gc.
+        Args:
+            recipe: what is asked for.
+            seed: of random methods.
+            save: whether the plan is stored until the next gc.
+            aim: `budget`, `max_error`, `planner`, `importance`; see `mergefs.planner.aim.Aim`.
         """
         from mergefs.blocks.reader import ReadCounter
+        from mergefs.planner.aim import Aim
         from mergefs.planner.resolve import find_models, make_plan
         from mergefs.store import plan_name
 
         models = find_models(self, recipe)
         with self.reading("plan", models.all):
-            planned = make_plan(self, recipe, models, budget=budget, seed=seed, counter=ReadCounter())
+            planned = make_plan(self, recipe, models, Aim(**aim), seed=seed, counter=ReadCounter())
             if save:
                 self.backend.put(plan_name(planned.plan.id), planned.plan.encoded)
         return planned
 
     def merge(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:
-        """Merge models; see `mergefs.merge.engine.merge` for the options."""
+        """Merge models; see `mergefs.merge.engine.merge` for the options, and `plan` for what may be read."""
         from mergefs.merge.engine import merge
 
-        return merge(self, recipe, name, **options)
+        return merge(self, recipe, name, aim=_aim(options), **options)
+
+    def refine(self, name: str, **options: Any) -> RefineReport:
+        """Merge again with a larger budget; see `mergefs.merge.engine.refine`, and `plan` for what may be read."""
+        from mergefs.merge.engine import refine
+
+        return refine(self, name, _aim(options), **options)
+
+    def measure_error(self, name: str, predicted: float | None = None, **options: Any) -> ErrorReport:
+        """Derive a merge exactly as well, and compare; see `mergefs.merge.accuracy.measure_error`."""
+        from mergefs.merge.accuracy import measure_error
+
+        return measure_error(self, name, predicted, **options)
 
     def materialize(self, name: str, **options: Any) -> MergeReport:
         """Derive and store a lazy merge's blocks; see `mergefs.merge.engine.materialize`."""
@@ -118,3 +137,10 @@ class Repository(Store):
         from mergefs.inspection import stats
 
         return stats(self)
+
+
+def _aim(options: dict[str, Any]) -> Aim:
+    """Take what says what may be read out of the options."""
+    from mergefs.planner.aim import Aim
+
+    return Aim(**{key: options.pop(key) for key in ("budget", "max_error", "planner", "importance") if key in options})

@@ -32,7 +32,8 @@ from hypothesis import strategies as st
 
 from mergefs.errors import CheckpointError, NotFoundError, RefNameError
 from mergefs.repository import Repository
-from mergefs.statistics import TensorStatistics, load, trim_rank
+from mergefs.statistics.sample import from_bfloat16
+from mergefs.statistics.tensor import TensorStatistics, load, trim_rank
 from tools.synth import make
 
 # ------------------------------------------------------------------------------------------------- real weights
@@ -472,7 +473,7 @@ def test_sketches_estimate_inner_products(repository: Repository, tmp_path: Path
     parts = [np.split(d, blocks) for d in (x, y)]
     exact = np.array([a @ b for a, b in zip(*parts, strict=True)])
     norms = np.array([np.linalg.norm(a) * np.linalg.norm(b) for a, b in zip(*parts, strict=True)])
-    estimated = (found["x"].sketches.astype(np.float64) * found["y"].sketches).sum(axis=1)
+    estimated = (from_bfloat16(found["x"].sketches) * from_bfloat16(found["y"].sketches)).sum(axis=1)
     errors = (estimated - exact) / norms
     bound = (2 / 128) ** 0.5
     assert np.abs(errors).max() < 5 * bound

@@ -19,7 +19,8 @@ from mergefs.dtypes import DTYPES
 from mergefs.errors import CorruptionError, MergefsError, UserError
 from mergefs.recipe import Recipe
 from mergefs.repository import Repository
-from mergefs.statistics import load, measure_block
+from mergefs.statistics.measure import measure_block
+from mergefs.statistics.tensor import load
 
 BF16 = DTYPES["BF16"]
 SHAPES = {"layers.0.w": (512, 384), "layers.1.w": (700, 256), "norm": (256,)}
@@ -121,7 +122,7 @@ def test_the_remaining_errors_in_the_statistics_are_those_measured(repository: R
             for depth in (1, 2, 3):
                 delta, _ = reader.read_coarse(bytes.fromhex(block), depth, Kind.EXPERT, known)
                 actual = np.sum((exact - below - delta) ** 2)
-                assert statistics[tensor.name].errors[number, depth - 1] == pytest.approx(actual, rel=0.01)
+                assert statistics[tensor.name].blocks["errors"][number, depth - 1] == pytest.approx(actual, rel=0.01)
                 compared += 1
     assert compared >= 12
 
@@ -134,7 +135,7 @@ def test_ingesting_again_against_another_base_keeps_the_errors(repository: Repos
         first = load(txn, ids["x"], ids["base"], SHAPES)
         second = load(txn, ids["x"], ids["y"], SHAPES)
     for name in SHAPES:
-        assert np.allclose(first[name].errors, second[name].errors, rtol=1e-3, equal_nan=True)
+        assert np.allclose(first[name].blocks["errors"], second[name].blocks["errors"], rtol=1e-3, equal_nan=True)
         assert not np.allclose(first[name].blocks["energy"], second[name].blocks["energy"], rtol=1e-3)
 
 
@@ -149,7 +150,7 @@ def test_a_budget_is_kept_and_its_error_predicted(repository: Repository, share:
     assert report.budget_bytes == report.expert_raw_bytes * share // 100
     assert 0 <= report.budget_bytes - report.read.expert < largest
     actual = np.linalg.norm(values(repository, "budgeted") - whole) / np.linalg.norm(whole - base)
-    assert planned.candidates.predicted_error == pytest.approx(actual, rel=0.1)
+    assert planned.predicted_error == pytest.approx(actual, rel=0.1)
     repository.merge(recipe(), "lazy", budget=f"{share}%", lazy=True)
     assert np.array_equal(values(repository, "lazy"), values(repository, "budgeted"))
     assert repository.materialize("lazy").manifest == report.manifest
@@ -195,8 +196,8 @@ def test_a_block_that_comes_twice_in_one_expert(repository: Repository, tmp_path
     ids = [repository.resolve(name) for name in ("twin2", "base2")]
     with repository.catalog.read() as txn:
         statistics = load(txn, *ids, ("a", "b"))
-    assert np.isfinite(statistics["a"].errors).all()
-    assert np.array_equal(statistics["a"].errors, statistics["b"].errors)
+    assert np.isfinite(statistics["a"].blocks["errors"]).all()
+    assert np.array_equal(statistics["a"].blocks["errors"], statistics["b"].blocks["errors"])
 
 
 def test_linear_with_its_base_among_the_models(repository: Repository) -> None:

@@ -54,11 +54,13 @@ class Encoded:
         encoding: see `Encoding`.
         payloads: one, or with `TIERS` one for each tier.
         errors: with `TIERS`, the squared error that remains after each tier.
+        sampled: with several tiers, float32[sample, 3]: what the coarse ones give for the sampled elements.
     """
 
     encoding: Encoding
     payloads: tuple[bytes, ...]
     errors: tuple[float, ...] = ()
+    sampled: NDArray[np.float32] | None = None
 
     @property
     def payload(self) -> bytes:
@@ -93,14 +95,19 @@ def encode(raw: Buffer, dtype: DType, base: Buffer | None = None) -> Encoded:
     return Encoded(Encoding.RAW, (bytes(raw),))
 
 
-def encode_tiered(raw: Buffer, dtype: DType, base: Buffer) -> Encoded:
-    """Encode an expert's block as tiers where that applies and pays, else as `encode` does."""
+def encode_tiered(raw: Buffer, dtype: DType, base: Buffer, sample: NDArray[np.int64] | None = None) -> Encoded:
+    """Encode an expert's block as tiers where that applies and pays, else as `encode` does.
+
+    Args:
+        raw, dtype, base: see `encode`.
+        sample: places of elements whose coarse deltas are wanted.
+    """
     from mergefs.blocks import tiers
 
-    found = tiers.encode(raw, base, dtype) if len(raw) >= WORTH_TIERS else None
+    found = tiers.encode(raw, base, dtype, sample=sample) if len(raw) >= WORTH_TIERS else None
     if found is None:
         return encode(raw, dtype, base)
-    return Encoded(Encoding.TIERS, found.tiers, found.errors)
+    return Encoded(Encoding.TIERS, found.tiers, found.errors, found.sampled if len(found.tiers) > 1 else None)
 
 
 def decode_tiers(payloads: Sequence[Buffer], raw_length: int, base: Buffer) -> Buffer:

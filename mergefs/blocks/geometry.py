@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -58,6 +61,23 @@ class Grid:
         row = place * run
         first = (prefix * n + row) * slab
         return first, first + min(run, n - row) * slab
+
+    def numbers(self, elements: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return which block each of these elements, by their numbers in the tensor, lies in."""
+        if not self.shape:
+            return np.zeros_like(elements)
+        rows = elements // prod(self.shape[self.axis + 1 :])
+        prefix, row = np.divmod(rows, self.shape[self.axis])
+        return np.asarray(prefix * self.counts[self.axis] + row // self.block_shape[self.axis])
+
+    def firsts(self) -> NDArray[np.int64]:
+        """Return the number of each block's first element, and behind them how many elements there are."""
+        if not self.shape:
+            return np.array([0, 1])
+        slab = prod(self.shape[self.axis + 1 :])
+        rows = np.arange(0, self.shape[self.axis], self.block_shape[self.axis])
+        prefixes = np.arange(prod(self.shape[: self.axis])) * self.shape[self.axis]
+        return np.append((prefixes[:, None] + rows).ravel() * slab, prod(self.shape))
 
     def index(self, coordinates: Sequence[int]) -> int:
         """Return the number of the block at these block coordinates (a Zarr chunk key).

@@ -73,6 +73,23 @@ class ReadCounter:
             return ReadTotals(self._bytes[Kind.EXPERT], self._bytes[Kind.BASE], self._bytes[Kind.METADATA])
 
 
+@dataclass(frozen=True)
+class Depths:
+    """A block at all depths.
+
+    Attributes:
+        raw: its bytes.
+        errors: the squared error of its delta that remains after each tier; () for a block without coarse tiers.
+        sampled: float32[sample, coarse tiers]: deltas of sampled elements after each coarse tier, or None.
+        root: the bytes of the block that it is encoded against, from which deltas are taken, or None.
+    """
+
+    raw: Buffer
+    errors: tuple[float, ...]
+    sampled: NDArray[np.float32] | None
+    root: Buffer | None
+
+
 class BlockReader:
     """Reads and decodes blocks by id. Safe to use from many threads.
 
@@ -102,26 +119,32 @@ class BlockReader:
         record, payloads = self._payloads(block, kind)
         return self._decoded(record, payloads, self._base(record, kind, known))
 
-    def read_with_errors(
-        self, block: bytes, kind: Kind, known: Mapping[bytes, Buffer] | None = None
-    ) -> tuple[Buffer, tuple[float, ...]]:
-        """Return a block's bytes, and the squared error of its delta that remains after each of its tiers.
+    def read_with_depths(
+        self, block: bytes, kind: Kind, known: Mapping[bytes, Buffer] | None, sample: NDArray[np.int64]
+    ) -> Depths:
+        """Return a block's bytes, and what its coarse tiers give.
 
-        Args, Raises: see `read`. There are no errors, (), for a block without tiers.
+        Args:
+            block, kind, known: see `read`.
+            sample: places of elements whose coarse deltas are wanted.
+
+        Raises: see `read`.
         """
         from mergefs.blocks import tiers
 
         record, payloads = self._payloads(block, kind)
         base = self._base(record, kind, known)
         raw = self._decoded(record, payloads, base)
-        if base is None or record.encoding != codecs.Encoding.TIERS:
-            return raw, ()
+        if base is None or record.encoding != codecs.Encoding.TIERS or len(payloads) == 1:
+            return Depths(raw, (), None, base)
         exact = tiers.decode_delta(payloads, base)
-        errors = []
-        for depth in range(1, len(payloads) + 1):
-            rest = exact.astype(np.float64) - tiers.decode_delta(payloads[:depth], base)
+        errors, sampled = [], np.empty((len(sample), len(payloads) - 1), np.float32)
+        for depth in range(1, len(payloads)):
+            delta = tiers.decode_delta(payloads[:depth], base)
+            sampled[:, depth - 1] = delta[sample]
+            rest = exact.astype(np.float64) - delta
             errors.append(float(rest @ rest))
-        return raw, tuple(errors)
+        return Depths(raw, (*errors, 0.0), sampled, base)
 
     def _decoded(self, record: Record, payloads: list[bytes], base: Buffer | None) -> Buffer:
         name = record.block.hex()

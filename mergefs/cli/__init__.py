@@ -13,6 +13,7 @@ _COMMANDS = {
     "plan": ("merging", "Resolve a recipe into a plan without running it."),
     "explain": ("merging", "Show what a plan reads and skips, and why."),
     "merge": ("merging", "Merge models by a recipe."),
+    "refine": ("merging", "Merge again with a larger budget, reading deeper."),
     "materialize": ("merging", "Derive and store every block of a lazy merge."),
     "mount": ("serving", "Mount a model, or everything, as read-only files."),
     "umount": ("serving", "End a mount."),

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, os.PathLike) else value
 
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Lay rows out in columns; those in `right` are aligned to the right."""
     if not rows:
         return ""

@@ -2,69 +2,136 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from mergefs.checkpoint.directory import open_checkpoint
-from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, table, threads_option
+from mergefs.cli.common import (
+    emit,
+    json_option,
+    keep_freed_memory,
+    plain,
+    progress,
+    repository,
+    table,
+    threads_option,
+)
 from mergefs.errors import NotFoundError
+from mergefs.merge.accuracy import ErrorReport
 from mergefs.merge.engine import MergeReport
+from mergefs.planner.aim import PLANNERS, Aim
 from mergefs.planner.budget import parse_budget
-from mergefs.planner.explain import Explanation, explain_plan
+from mergefs.planner.explain import Explanation, curve, explain_plan, tier_bytes
+from mergefs.planner.importance import load_importance
+from mergefs.planner.plot import check_plot, draw_curve
 from mergefs.planner.resolve import Planned
 from mergefs.recipe import Recipe
 from mergefs.repository import Repository
 from mergefs.store import check_ref_name
 from mergefs.units import format_size, parse_size
 
-budget_option = click.option(
-    "--budget", metavar="B", help="The most expert bytes to read: 10% of what a naive merge reads, or 2GiB."
-)
 seed_option = click.option("--seed", type=click.IntRange(0, 2**53 - 1), default=0, help="Of random methods.")
 memory_option = click.option("--max-memory", default="1GiB", show_default=True, help="For blocks under way.")
 
 
+def aim_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say what may be read; the command gets them as one `aim`, see `Repository.plan`."""
+
+    @functools.wraps(command)
+    def with_aim(*args: Any, importance: Path | None, **options: Any) -> None:
+        aim = {key: options.pop(key) for key in ("budget", "max_error", "planner")}
+        aim["importance"] = None if importance is None else load_importance(importance)
+        # What can be refused is refused before anything is done.
+        Aim(**aim)
+        if aim["budget"] is not None:
+            parse_budget(aim["budget"], 1 << 60)
+        command(*args, aim=aim, **options)
+
+    for option in (
+        click.option(
+            "--importance",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="How much errors matter, by tensor or row: safetensors or JSON.",
+        ),
+        click.option(
+            "--planner",
+            type=click.Choice(PLANNERS),
+            default="tiers",
+            show_default=True,
+            help="How a budget is spent; blocks and hash are there for comparison.",
+        ),
+        click.option(
+            "--max-error",
+            type=float,
+            metavar="E",
+            help="Read the fewest bytes that keep the predicted error of the merged delta within E of its norm.",
+        ),
+        click.option(
+            "--budget", metavar="B", help="The most expert bytes to read: 10% of what a naive merge reads, or 2GiB."
+        ),
+    ):
+        with_aim = option(with_aim)
+    return with_aim
+
+
 @click.command()
 @click.argument("recipe")
-@budget_option
+@aim_options
 @seed_option
 @json_option
 @click.pass_obj
-def plan(repo: str | None, recipe: str, budget: str | None, seed: int, as_json: bool) -> None:
+def plan(repo: str | None, recipe: str, aim: dict[str, Any], seed: int, as_json: bool) -> None:
     """Resolve RECIPE (mergekit YAML) into a plan and store it until the next gc."""
     began = time.monotonic()
     with repository(repo) as opened:
-        planned = opened.plan(Recipe.load(recipe), budget=budget, seed=seed)
-    emit(_plan_value(planned, began, len(planned.plan.encoded)), as_json, lambda: _plan_text(planned))
+        planned = opened.plan(Recipe.load(recipe), seed=seed, **aim)
+        value = _plan_value(planned, began, len(planned.plan.encoded))
+    emit(value, as_json, lambda: _plan_text(planned))
 
 
 @click.command()
 @click.argument("recipe")
-@budget_option
+@aim_options
 @seed_option
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw the curve of error against bytes: .png or .svg (the extra 'plot').",
+)
 @json_option
 @click.pass_obj
-def explain(repo: str | None, recipe: str, budget: str | None, seed: int, as_json: bool) -> None:
-    """Show what the plan for RECIPE reads and skips, per expert and layer, and why."""
+def explain(repo: str | None, recipe: str, aim: dict[str, Any], seed: int, plot: Path | None, as_json: bool) -> None:
+    """Show what the plan for RECIPE reads and skips, per expert, layer and kind of tensor, and what it costs."""
     began = time.monotonic()
+    if plot is not None:
+        check_plot(plot)
     with repository(repo) as opened:
-        planned = opened.plan(Recipe.load(recipe), budget=budget, seed=seed, save=False)
+        planned = opened.plan(Recipe.load(recipe), seed=seed, save=False, **aim)
         explanation = explain_plan(planned)
-    value = {**_plan_value(planned, began, 0), "experts": explanation.experts, "layers": explanation.layers}
-    emit(value, as_json, lambda: _plan_text(planned) + "\n\n" + _explanation_text(explanation))
+        if plot is not None:
+            draw_curve(planned, plot)
+        value = {**_plan_value(planned, began, 0), **plain(explanation)}
+    emit(value, as_json, lambda: _plan_text(planned) + "\n\n" + _explanation_text(explanation, value["curve"]))
 
 
 @click.command()
 @click.argument("recipe")
 @click.option("--as", "name", required=True, metavar="NAME", help="The result's name.")
-@budget_option
+@aim_options
 @seed_option
 @click.option("--lazy", is_flag=True, help="Publish at once; blocks are derived when they are read.")
 @memory_option
 @click.option("--ingest", "may_ingest", is_flag=True, help="Ingest models that the recipe names as paths.")
+@click.option(
+    "--report", "wants_error", is_flag=True, help="Then derive it exactly as well, and tell the actual error."
+)
 @threads_option
 @json_option
 @click.pass_obj
@@ -72,11 +139,12 @@ def merge(
     repo: str | None,
     recipe: str,
     name: str,
-    budget: str | None,
+    aim: dict[str, Any],
     seed: int,
     lazy: bool,
     max_memory: str,
     may_ingest: bool,
+    wants_error: bool,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -86,23 +154,59 @@ def merge(
     # What can be refused is refused before anything is ingested.
     check_ref_name(name)
     memory = parse_size(max_memory)
-    if budget is not None:
-        parse_budget(budget, 1 << 60)
     with repository(repo) as opened:
         lookup = _Ingesting(opened, parsed, threads) if may_ingest else None
         with progress("merging") as tell:
             report = opened.merge(
                 parsed,
                 name,
-                budget=budget,
                 seed=seed,
                 lazy=lazy,
                 threads=threads,
                 max_memory=memory,
                 lookup=lookup,
                 progress=tell,
+                **aim,
             )
-    emit(report, as_json, lambda: _merge_text(report))
+        error = None
+        if wants_error:
+            error = opened.measure_error(
+                report.manifest, report.predicted_error, importance=aim["importance"], threads=threads
+            )
+    value = {**plain(report), **({} if error is None else {"report": plain(error)})}
+    emit(value, as_json, lambda: _merge_text(report) + ("" if error is None else "\n" + _error_text(error)))
+
+
+@click.command()
+@click.argument("ref")
+@aim_options
+@click.option("--as", "name", metavar="NAME", help="The result's name; by default REF moves to it.")
+@memory_option
+@threads_option
+@json_option
+@click.pass_obj
+def refine(
+    repo: str | None,
+    ref: str,
+    aim: dict[str, Any],
+    name: str | None,
+    max_memory: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Merge REF's models again, reading deeper: what changed is derived anew, the rest is shared."""
+    keep_freed_memory()
+    memory = parse_size(max_memory)
+    with repository(repo) as opened, progress("refining") as tell:
+        report = opened.refine(ref, new_name=name, threads=threads, max_memory=memory, progress=tell, **aim)
+    emit(
+        report,
+        as_json,
+        lambda: (
+            f"{_merge_text(report)}\nit refines {report.refines[:12]}; {format_size(report.reread_bytes)} of that had"
+            " been read for it before"
+        ),
+    )
 
 
 @click.command()
@@ -189,37 +293,48 @@ def _plan_value(planned: Planned, began: float, written: int) -> dict[str, Any]:
         "budget_bytes": planned.budget_bytes,
         "expert_raw_bytes": planned.expert_raw_bytes,
         "read": {"expert": planned.expert_bytes, "base": None, "metadata": None},
+        "tier_bytes": tier_bytes(planned.candidates, planned.depth),
         "written_bytes": written,
-        "everything": planned.candidates.everything,
-        "predicted_error": planned.candidates.predicted_error,
+        "everything": planned.everything,
+        "predicted_error": planned.predicted_error,
+        "curve": curve(planned),
         "blocks": {
             "shared": blocks.count(False),
             "derived": blocks.count(True),
             "lazy": 0,
-            "changed": len(planned.candidates.cost),
-            "read": int((planned.candidates.depth > 0).sum()),
+            "changed": len(planned.candidates),
+            "read": int((planned.depth > 0).sum()),
         },
         "seconds": time.monotonic() - began,
     }
 
 
 def _plan_text(planned: Planned) -> str:
-    chosen, total = int((planned.candidates.depth > 0).sum()), len(planned.candidates.cost)
+    chosen, total = int((planned.depth > 0).sum()), len(planned.candidates)
     budget = "no budget" if planned.budget_bytes is None else f"budget {format_size(planned.budget_bytes)}"
-    what = "everything" if planned.candidates.everything else f"{chosen} of {total} changed expert blocks"
+    what = "everything" if planned.everything else f"{chosen} of {total} changed expert blocks"
     share = planned.expert_bytes / planned.expert_raw_bytes if planned.expert_raw_bytes else 0.0
-    error = planned.candidates.predicted_error
-    return (
+    text = (
         f"plan {planned.plan.id[:12]}, {planned.plan.method}: reads {what}, {format_size(planned.expert_bytes)}"
         f" ({share:.1%} of the experts' {format_size(planned.expert_raw_bytes)}; {budget})"
-        + (f", predicted error of the merged delta {error:.2f}" if error else "")
+    )
+    if planned.everything:
+        return text + ": the result is exact"
+    if not chosen:
+        smallest = int(planned.candidates.cost[:, 1].min())
+        return text + f": the result is the base, for a block's first tier takes {format_size(smallest)} at least"
+    error = planned.predicted_error
+    tiers = ", ".join(format_size(size) for size in tier_bytes(planned.candidates, planned.depth))
+    return text + (
+        f"\nread of the first, second, third and exact tiers: {tiers}"
+        + ("" if error is None else f"\npredicted error of the merged delta: {error:.3f} of its norm")
     )
 
 
-def _explanation_text(explanation: Explanation) -> str:
+def _explanation_text(explanation: Explanation, points: list[dict[str, float]]) -> str:
     parts = []
-    for title, rows in (("expert", explanation.experts), ("layer", explanation.layers)):
-        head = [title, "changed", "read", "bytes", "of", "energy read", "cancelled"]
+    for title, rows in (("expert", explanation.experts), ("layer", explanation.layers), ("kind", explanation.kinds)):
+        head = [title, "changed", "read", "bytes", "of", "1st", "2nd", "3rd", "exact", "error", "cancelled"]
         body = [
             [
                 row["name"],
@@ -227,13 +342,27 @@ def _explanation_text(explanation: Explanation) -> str:
                 str(row["blocks_read"]),
                 format_size(row["bytes_read"]),
                 format_size(row["bytes"]),
-                _percent(row["energy_read"]),
+                *(format_size(size) for size in row["tier_bytes"]),
+                "-" if row["error"] is None else f"{row['error']:.3f}",
                 _percent(row["cancelled"]),
             ]
             for row in rows
         ]
-        parts.append(table([head, *body], right=(1, 2, 3, 4, 5, 6)))
+        parts.append(table([head, *body], right=range(1, len(head))))
+    if points:
+        body = [[format_size(int(point["bytes"])), f"{point['error']:.3f}"] for point in points]
+        parts.append(table([["reading", "error"], *body], right=(0, 1)))
     return "\n\n".join(parts)
+
+
+def _error_text(report: ErrorReport) -> str:
+    predicted, actual = (
+        "unknown" if error is None else f"{error:.4f}" for error in (report.predicted_error, report.actual_error)
+    )
+    return (
+        f"error of the merged delta: {predicted} predicted, {actual} actual; to find out,"
+        f" {format_size(report.read.expert)} of experts were read in {report.seconds:.1f} s"
+    )
 
 
 def _percent(share: float | None) -> str:

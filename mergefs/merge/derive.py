@@ -6,7 +6,10 @@ order, on any thread, any number of times.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from mergefs.blocks.floats import from_float, to_float
 from mergefs.dtypes import DTYPES, DType
@@ -32,20 +35,28 @@ def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None
     """
     plan = sources.plan
     base = base or sources.base_block(tensor, number)
-    out = output_dtype(plan, tensor)
-    planned = plan.tensor_by_name.get(tensor.name) or TensorPlan(tensor.name, ())
-    experts = planned.planned(number)
-    if not needs_arithmetic(plan, tensor, experts):
+    if not needs_arithmetic(plan, tensor, _planned(plan, tensor).planned(number)):
         return base.raw
+    return from_float(merged_values(sources, tensor, number, base), output_dtype(plan, tensor))
+
+
+def merged_values(sources: Sources, tensor: Tensor, number: int, base: BaseBlock) -> NDArray[Any]:
+    """Return block `number` of the merged tensor before it is rounded: float32[n], or float64[n] where one of the
+    tensors is F64.
+
+    Args, Raises: see `derive`; the tensor is of a float dtype.
+    """
+    plan = sources.plan
+    planned = _planned(plan, tensor)
+    experts = planned.planned(number)
     values = to_float(base.raw, tensor.dtype)
     if wants_double(sources, tensor, experts):
         values = values.astype(np.float64)
     deltas = np.empty((len(experts), values.size), values.dtype)
     for _ in DeltaIterator(sources, planned, number, base, values, out=deltas):
         pass
-    first, _ = _extent(sources, tensor, number)
-    merged = registry.method(plan.method).merge(BlockInputs(plan, planned, values, deltas, experts, first))
-    return from_float(merged, out)
+    first, _ = tensor.grid(sources.base.block_elements).extent(number)
+    return registry.method(plan.method).merge(BlockInputs(plan, planned, values, deltas, experts, first))
 
 
 def output_dtype(plan: Plan, tensor: Tensor) -> DType:
@@ -62,5 +73,5 @@ def needs_arithmetic(plan: Plan, tensor: Tensor, experts: tuple[int, ...]) -> bo
     return registry.method(plan.method).base_scale(plan) != 1.0
 
 
-def _extent(sources: Sources, tensor: Tensor, number: int) -> tuple[int, int]:
-    return tensor.grid(sources.base.block_elements).extent(number)
+def _planned(plan: Plan, tensor: Tensor) -> TensorPlan:
+    return plan.tensor_by_name.get(tensor.name) or TensorPlan(tensor.name, ())

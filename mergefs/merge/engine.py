@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Self
 
 from mergefs.blocks import codecs
 from mergefs.blocks.codecs import Encoded
@@ -21,8 +22,9 @@ from mergefs.merge.lazy import load_plan
 from mergefs.merge.output import Output
 from mergefs.merge.sources import Sources
 from mergefs.pipeline import available_cores, ordered
+from mergefs.planner.aim import Aim
 from mergefs.planner.plan import Plan, TensorPlan
-from mergefs.planner.resolve import Planned, find_models, make_plan
+from mergefs.planner.resolve import Models, Planned, find_models, make_plan
 from mergefs.recipe import Recipe
 from mergefs.store import Store, check_ref_name
 
@@ -57,6 +59,7 @@ class MergeReport:
         previous: the id of the manifest that the ref named before, or None.
         budget_bytes: the budget, or None.
         expert_raw_bytes: what a naive merge would have read of the experts.
+        predicted_error: of the merged delta, relative to its norm; 0 when everything is read, None where unknown.
         read: physical bytes read.
         written_bytes: bytes added to the repository's packs and manifests.
         blocks: what became of the tensors' blocks.
@@ -69,10 +72,64 @@ class MergeReport:
     previous: str | None
     budget_bytes: int | None
     expert_raw_bytes: int
+    predicted_error: float | None
     read: ReadTotals
     written_bytes: int
     blocks: BlockCounts
     seconds: float
+
+
+@dataclass(frozen=True)
+class RefineReport(MergeReport):
+    """What a refinement did.
+
+    Attributes:
+        refines: the id of the earlier result.
+        reread_bytes: how many of the expert bytes were read for the earlier result already.
+    """
+
+    refines: str
+    reread_bytes: int
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What a run reports and did not find out itself.
+
+    Attributes:
+        name: the ref for the result.
+        began: when the work began, by the monotonic clock.
+        budget_bytes, expert_raw_bytes, predicted_error: see `MergeReport`.
+        entry: what else the catalog is to say of the result.
+    """
+
+    name: str
+    began: float
+    budget_bytes: int | None
+    expert_raw_bytes: int
+    predicted_error: float | None
+    entry: dict[str, object]
+
+    @classmethod
+    def of(cls, planned: Planned, name: str, began: float, entry: dict[str, object]) -> Self:
+        """From a plan that was just made."""
+        return cls(name, began, planned.budget_bytes, planned.expert_raw_bytes, planned.predicted_error, entry)
+
+
+@dataclass(frozen=True)
+class _Earlier:
+    """A result of the same recipe whose blocks are taken over where the plans agree."""
+
+    manifest: Manifest
+    plan: Plan
+
+    def block(self, plan: Plan, tensor: Tensor, number: int) -> str | None:
+        """Return the block's id where it is stored and would be derived alike."""
+        mine, its = (found.tensor_by_name.get(tensor.name) for found in (plan, self.plan))
+        mine, its = mine or TensorPlan(tensor.name, ()), its or TensorPlan(tensor.name, ())
+        if mine.depths_at(number) != its.depths_at(number) or mine.thresholds != its.thresholds:
+            return None
+        return self.manifest.tensor_by_name[tensor.name].blocks[number]
 
 
 def merge(
@@ -80,7 +137,7 @@ def merge(
     recipe: Recipe,
     name: str,
     *,
-    budget: str | None = None,
+    aim: Aim = Aim(),  # noqa: B008
     seed: int = 0,
     lazy: bool = False,
     threads: int | None = None,
@@ -94,7 +151,7 @@ def merge(
         store: the repository.
         recipe: what to merge, and how.
         name: the ref for the result.
-        budget: the most expert bytes to read: `10%` of the experts' raw bytes, `2GiB`, or None for no limit.
+        aim: what may be read, or how much error may be left; by default everything is read.
         seed: of random methods.
         lazy: publish at once; blocks are derived when they are read.
         threads: how many to work with; all cores by default.
@@ -110,7 +167,7 @@ def merge(
     check_ref_name(name)
     for attempt in range(_ATTEMPTS):
         try:
-            return _merge(store, recipe, name, budget, seed, lazy, threads, max_memory, lookup, progress)
+            return _merge(store, recipe, name, aim, seed, lazy, threads, max_memory, lookup, progress)
         except BlocksCollectedError:
             if attempt == _ATTEMPTS - 1:
                 raise
@@ -146,14 +203,69 @@ def materialize(
     with store.lease("materialize", {identity, plan.base, *plan.experts}) as lease:
         run = _Run(store, plan, lease, counter, threads, max_memory)
         raw = sum(store.manifest(expert).tensor_bytes for expert in plan.experts)
-        return run.eager(name, began, plan.budget, raw, progress, entry)
+        before = entry.get("merge", {})
+        kept = {"refines": before["refines"]} if "refines" in before else {}
+        figures = _Figures(name, began, plan.budget, raw, before.get("predicted_error"), kept)
+        return run.eager(figures, progress)
+
+
+def refine(
+    store: Store,
+    name: str,
+    aim: Aim,
+    *,
+    new_name: str | None = None,
+    threads: int | None = None,
+    max_memory: int = DEFAULT_MEMORY,
+    progress: Progress | None = None,
+) -> RefineReport:
+    """Merge a merge's models once more by the same recipe, with a larger budget.
+
+    No block is read less deep than for the earlier result. Blocks of which nothing is read deeper are taken over
+    from it without reading; for the others, the tiers that were read before are read again with the new ones.
+
+    Args:
+        store: the repository.
+        name: the earlier result: a ref or an id.
+        aim: what may be read in all, or how much error may be left; its floor is the earlier plan.
+        new_name: the ref for the result; by default the earlier one's ref moves.
+        threads, max_memory, progress: see `merge`.
+
+    Raises:
+        NotFoundError: when there is no such model, or an id is given and no `new_name`.
+        UserError: when it is no merge.
+        BudgetError: when the budget is less than what the earlier result was made from, or cannot be planned for.
+    """
+    began = time.monotonic()
+    identity = store.resolve(name)
+    if new_name is None and name not in store.refs():
+        raise NotFoundError(f"'{name}' is a manifest's id: name the refined model with --as")
+    target = new_name or name
+    check_ref_name(target)
+    manifest = store.manifest(identity)
+    if manifest.lineage.plan is None:
+        raise UserError(f"'{name}' is a checkpoint, not a merge: there is nothing to refine")
+    before = load_plan(store, manifest.lineage.plan)
+    recipe = Recipe.parse(before.recipe)
+    models = Models(before.base, before.experts, before.baseless)
+    with store.lease("refine", {identity, *models.all}) as lease:
+        counter = ReadCounter()
+        planned = make_plan(store, recipe, models, replace(aim, floor=before), seed=before.seed, counter=counter)
+        run = _Run(store, planned.plan, lease, counter, threads, max_memory)
+        figures = _Figures.of(planned, target, began, {"refines": identity})
+        if manifest.is_lazy:
+            return RefineReport(**vars(run.lazy(figures)), refines=identity, reread_bytes=0)
+        earlier = _Earlier(manifest, before)
+        report = run.eager(figures, progress, earlier)
+        again = planned.reread_bytes(before, lambda tensor, number: earlier.block(planned.plan, tensor, number) is None)
+        return RefineReport(**vars(report), refines=identity, reread_bytes=again)
 
 
 def _merge(
     store: Store,
     recipe: Recipe,
     name: str,
-    budget: str | None,
+    aim: Aim,
     seed: int,
     lazy: bool,
     threads: int | None,
@@ -165,11 +277,10 @@ def _merge(
     models = find_models(store, recipe, lookup)
     with store.lease("merge", models.all) as lease:
         counter = ReadCounter()
-        planned = make_plan(store, recipe, models, budget=budget, seed=seed, counter=counter)
+        planned = make_plan(store, recipe, models, aim, seed=seed, counter=counter)
         run = _Run(store, planned.plan, lease, counter, threads, max_memory)
-        if lazy:
-            return run.lazy(name, began, planned)
-        return run.eager(name, began, planned.budget_bytes, planned.expert_raw_bytes, progress, {})
+        figures = _Figures.of(planned, name, began, {})
+        return run.lazy(figures) if lazy else run.eager(figures, progress)
 
 
 @dataclass(frozen=True)
@@ -209,7 +320,7 @@ class _Run:
         self._sources = Sources(plan, self._base, experts, self._reader)
         self._threads = _threads_within(max_memory, threads or available_cores(), len(experts), store)
 
-    def lazy(self, name: str, began: float, planned: Planned) -> MergeReport:
+    def lazy(self, figures: _Figures) -> MergeReport:
         """Publish the manifest with its derived blocks left open."""
         blocks: dict[str, tuple[str | None, ...]] = {}
         shared = open_blocks = 0
@@ -224,24 +335,21 @@ class _Run:
         with self._writer() as writer:
             manifest = self._output(writer).manifest(blocks)
             writer.flush()
-            return self._publish(
-                manifest, name, writer, counts, began, planned.budget_bytes, planned.expert_raw_bytes, {}
-            )
+            return self._publish(manifest, writer, counts, figures)
 
-    def eager(
-        self,
-        name: str,
-        began: float,
-        budget: int | None,
-        expert_raw_bytes: int,
-        progress: Progress | None,
-        entry: dict[str, object],
-    ) -> MergeReport:
-        """Derive and store every block, then publish."""
+    def eager(self, figures: _Figures, progress: Progress | None, earlier: _Earlier | None = None) -> MergeReport:
+        """Derive and store every block, then publish; blocks that an earlier result has are taken from it."""
         blocks: dict[str, list[str | None]] = {t.name: list(t.blocks) for t in self._base.tensors}
-        jobs = list(self._jobs())
+        jobs = []
         derived = 0
         with self._writer() as writer:
+            for job in self._jobs():
+                known = earlier.block(self._plan, job.tensor, job.number) if earlier else None
+                if known is None:
+                    jobs.append(job)
+                else:
+                    writer.reuse(bytes.fromhex(known))
+                    blocks[job.tensor.name][job.number] = known
             output = self._output(writer)
             results = ordered(
                 lambda job: self._derive(writer, job),
@@ -257,8 +365,7 @@ class _Run:
             manifest = output.manifest({tensor: tuple(ids) for tensor, ids in blocks.items()})
             writer.flush()
             total = sum(len(ids) for ids in blocks.values())
-            counts = BlockCounts(total - derived, derived, 0)
-            return self._publish(manifest, name, writer, counts, began, budget, expert_raw_bytes, entry)
+            return self._publish(manifest, writer, BlockCounts(total - derived, derived, 0), figures)
 
     def _jobs(self) -> Iterator[_Job]:
         for tensor in self._base.tensors:
@@ -308,43 +415,34 @@ class _Run:
 
         return Output(self._plan, self._base, self._reader, store_blob)
 
-    def _publish(
-        self,
-        manifest: Manifest,
-        name: str,
-        writer: BlockWriter,
-        counts: BlockCounts,
-        began: float,
-        budget: int | None,
-        expert_raw_bytes: int,
-        entry: dict[str, object],
-    ) -> MergeReport:
+    def _publish(self, manifest: Manifest, writer: BlockWriter, counts: BlockCounts, figures: _Figures) -> MergeReport:
         with self._store.catalog.read() as txn:
             known = txn.get("manifests", bytes.fromhex(manifest.id)) is not None
         written = writer.stored_bytes + (0 if known else len(manifest.encoded))
         report = MergeReport(
             self._plan.id,
             manifest.id,
-            name,
+            figures.name,
             None,
-            budget,
-            expert_raw_bytes,
+            figures.budget_bytes,
+            figures.expert_raw_bytes,
+            figures.predicted_error,
             self._counter.totals,
             written,
             counts,
-            time.monotonic() - began,
+            time.monotonic() - figures.began,
         )
-        figures = {k: v for k, v in asdict(report).items() if k not in ("manifest", "ref", "previous")}
+        shown = {k: v for k, v in asdict(report).items() if k not in ("manifest", "ref", "previous")}
         previous = self._store.publish(
             manifest,
-            name,
-            {**entry, "raw_bytes": manifest.raw_bytes, "merge": figures},
+            figures.name,
+            {"raw_bytes": manifest.raw_bytes, "merge": {**shown, **figures.entry}},
             plan=(self._plan.id, self._plan.encoded),
         )
         return replace(
             report,
             previous=None if previous == manifest.id else previous,
-            seconds=time.monotonic() - began,
+            seconds=time.monotonic() - figures.began,
         )
 
 

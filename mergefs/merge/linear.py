@@ -38,19 +38,20 @@ class Linear(Method):
     name = "linear"
     parameters: ClassVar = {"weight": WEIGHT, "normalize": ON, INT8_MASK: OFF}
     needs_base = False
+    decides = False
 
     def base_scale(self, plan: Plan) -> float:
         """See `Method.base_scale`."""
         return 1.0 if plan.settings["normalize"] else sum(plan.weights)
 
-    def importance(self, plan: Plan) -> tuple[float, ...]:
-        """See `Method.importance`: here it is the coefficient itself."""
+    def coefficients(self, plan: Plan) -> tuple[float, ...]:
+        """See `Method.coefficients`: here they are known exactly."""
         divisor = sum(plan.weights) if plan.settings["normalize"] else 1.0
         return tuple(w / divisor for w in plan.weights)
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
-        return combine(inputs, self.base_scale(inputs.plan), self.importance(inputs.plan))
+        return combine(inputs, self.base_scale(inputs.plan), self.coefficients(inputs.plan))
 
 
 class TaskArithmetic(Method):
@@ -58,12 +59,13 @@ class TaskArithmetic(Method):
 
     name = "task_arithmetic"
     parameters: ClassVar = {**OF_DELTAS, "normalize": OFF}
+    decides = False
 
-    def importance(self, plan: Plan) -> tuple[float, ...]:
-        """See `Method.importance`: here it is the coefficient itself."""
+    def coefficients(self, plan: Plan) -> tuple[float, ...]:
+        """See `Method.coefficients`: here they are known exactly."""
         scale = delta_scale(plan)
         return tuple(w * scale for w in plan.weights)
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
-        return combine(inputs, 1.0, self.importance(inputs.plan))
+        return combine(inputs, 1.0, self.coefficients(inputs.plan))

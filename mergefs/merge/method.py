@@ -42,6 +42,7 @@ class Method(ABC):
         needs_base: whether a recipe has to name a `base_model`.
         is_random: whether the seed matters.
         trims: whether deltas are trimmed below thresholds that the plan holds.
+        decides: whether anything but a sum of deltas with fixed factors comes out: elements are dropped or elected.
     """
 
     name: ClassVar[str]
@@ -49,6 +50,7 @@ class Method(ABC):
     needs_base: ClassVar[bool] = True
     is_random: ClassVar[bool] = False
     trims: ClassVar[bool] = False
+    decides: ClassVar[bool] = True
 
     @abstractmethod
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
@@ -58,7 +60,7 @@ class Method(ABC):
         """Return the factor of the base's elements: 1 unless the method is an unnormalised average."""
         return 1.0
 
-    def importance(self, plan: Plan) -> tuple[float, ...]:
+    def coefficients(self, plan: Plan) -> tuple[float, ...]:
         """Return for each expert the factor by which its delta enters the result, as far as that is known
         beforehand; the planner weighs what it reads by it."""
         return tuple(w * float(plan.settings.get("lambda", 1.0)) for w in plan.weights)

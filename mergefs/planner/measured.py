@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float
-from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
+from mergefs.blocks.reader import BlockReader, Depths, Kind, ReadCounter
 from mergefs.errors import BudgetError
 from mergefs.hashing import Buffer
 from mergefs.manifest import Tensor
-from mergefs.statistics import (
-    Collector,
-    TensorStatistics,
-    bin_value,
-    load,
-    measure_block,
-    statistics_key,
-    unchanged_block,
-)
+from mergefs.statistics.measure import Collector, coarse_sample, measure_block, unchanged_block
+from mergefs.statistics.sample import positions
+from mergefs.statistics.stored import with_stored_bytes
+from mergefs.statistics.tensor import TensorStatistics, bin_value, load, statistics_key
 from mergefs.store import Store
 
 
@@ -30,28 +26,30 @@ class Measurer:
         store: the repository.
         base, experts: manifest ids.
         counter: where bytes are counted that have to be read because the catalog does not know.
-        spare: how many of those bytes may be read, or None for any number; beyond them, what is unknown is
-            estimated or refused.
-        cost: tells the bytes that reading one tensor of an expert takes.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        base: str,
-        experts: tuple[str, ...],
-        counter: ReadCounter,
-        *,
-        spare: int | None,
-        cost: Callable[[int, str], int],
-    ) -> None:
+    def __init__(self, store: Store, base: str, experts: tuple[str, ...], counter: ReadCounter) -> None:
         self._store = store
         self._base = base
         self._experts = experts
         self._reader = BlockReader(store.catalog, store.backend, counter)
+        self._spare: int | None = None
+        self._cost: Callable[[int, str], int] = lambda expert, tensor: 0
+        self._known: dict[str, dict[str, TensorStatistics]] = {}
+
+    def limit(self, spare: int, cost: Callable[[int, str], int]) -> None:
+        """Limit what may be read from now on; beyond it, what is unknown is estimated or refused.
+
+        Args:
+            spare: in bytes.
+            cost: tells the bytes that reading one tensor of an expert takes.
+        """
         self._spare = spare
         self._cost = cost
-        self._known: dict[str, dict[str, TensorStatistics]] = {}
+
+    def stored(self, expert: int, tensor: str) -> TensorStatistics | None:
+        """Return what the catalog has on one tensor of an expert."""
+        return self._of(expert).get(tensor)
 
     def statistics(self, expert: int, tensor: str) -> TensorStatistics:
         """Return the statistics of one tensor of an expert.
@@ -59,13 +57,9 @@ class Measurer:
         Raises:
             BudgetError: when the catalog has none and the tensor may not be read.
         """
-        identity = self._experts[expert]
-        if identity not in self._known:
-            manifest = self._store.manifest(identity)
-            with self._store.catalog.read() as txn:
-                self._known[identity] = load(txn, identity, self._base, manifest.tensor_by_name)
-        known = self._known[identity]
+        known = self._of(expert)
         if tensor not in known:
+            identity = self._experts[expert]
             if not self._affords(expert, tensor):
                 raise BudgetError(
                     f"the repository has no statistics of {identity[:12]} against the base {self._base[:12]}, which a"
@@ -95,6 +89,14 @@ class Measurer:
         self._store.catalog.write(lambda txn: txn.put("thresholds", key, found.tobytes()))
         return float(found)
 
+    def _of(self, expert: int) -> dict[str, TensorStatistics]:
+        identity = self._experts[expert]
+        if identity not in self._known:
+            manifest = self._store.manifest(identity)
+            with self._store.catalog.read() as txn:
+                self._known[identity] = load(txn, identity, self._base, manifest.tensor_by_name)
+        return self._known[identity]
+
     def _affords(self, expert: int, tensor: str) -> bool:
         """Tell whether a tensor of an expert may be read, and take it from what is spare."""
         if self._spare is not None:
@@ -110,11 +112,17 @@ class Measurer:
         collector = Collector(tensor.elements)
         for number, (first, stop) in enumerate(tensor.grid(self._store.block_elements).elements()):
             if tensor.blocks[number] == twin.blocks[number] and tensor.dtype is twin.dtype:
-                collector.add(unchanged_block(stop - first))
-            else:
-                expert, base, errors = self._pair(tensor, twin, number)
-                collector.add(measure_block(expert, tensor.dtype, base, twin.dtype, first), errors)
-        found = collector.finish()
+                collector.add(unchanged_block(first, stop - first))
+                continue
+            depths, base = self._pair(tensor, twin, number, positions(first, stop))
+            root = base if depths.root is None else depths.root
+            collector.add(
+                measure_block(depths.raw, tensor.dtype, base, twin.dtype, first),
+                depths.errors,
+                coarse_sample(depths.sampled, root, tensor.dtype, base, twin.dtype, first),
+            )
+        with self._store.catalog.read() as txn:
+            found = with_stored_bytes(txn, collector.finish(), tensor, twin)
         key = statistics_key(identity, self._base, name)
         self._store.catalog.write(lambda txn: txn.put("statistics", key, found.encode()))
         return found
@@ -127,21 +135,24 @@ class Measurer:
         for number in range(len(tensor.blocks)):
             if tensor.blocks[number] == twin.blocks[number] and tensor.dtype is twin.dtype:
                 continue
-            expert, base, _ = self._pair(tensor, twin, number)
-            values, below = (
-                to_float(raw, dtype).astype(np.float32) for raw, dtype in ((expert, tensor.dtype), (base, twin.dtype))
-            )
+            block, base = tensor.blocks[number], twin.blocks[number]
+            assert block is not None
+            assert base is not None
+            known = self._reader.read_with_root(bytes.fromhex(base), Kind.BASE)
+            raw = self._reader.read(bytes.fromhex(block), Kind.EXPERT, known)
+            values = to_float(raw, tensor.dtype).astype(np.float32)
+            below = to_float(known[bytes.fromhex(base)], twin.dtype).astype(np.float32)
             bits = np.abs(values - below).view(np.uint32)
             inside.append(bits[bits >> 16 == index])
         found = np.sort(np.concatenate(inside))
         return np.float32(found[len(found) - rank : len(found) - rank + 1].view(np.float32)[0])
 
-    def _pair(self, tensor: Tensor, twin: Tensor, number: int) -> tuple[Buffer, Buffer, tuple[float, ...]]:
-        """Return the bytes of one block of an expert and of its base, and the errors after the expert's tiers."""
+    def _pair(self, tensor: Tensor, twin: Tensor, number: int, sample: NDArray[np.int64]) -> tuple[Depths, Buffer]:
+        """Return one block of an expert at all depths, and the bytes of its base."""
         base_block, block = twin.blocks[number], tensor.blocks[number]
         assert base_block is not None
         assert block is not None
         base_id = bytes.fromhex(base_block)
         known = self._reader.read_with_root(base_id, Kind.BASE)
-        raw, errors = self._reader.read_with_errors(bytes.fromhex(block), Kind.EXPERT, known)
-        return raw, known[base_id], errors
+        depths = self._reader.read_with_depths(bytes.fromhex(block), Kind.EXPERT, known, sample)
+        return depths, known[base_id]

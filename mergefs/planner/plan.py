@@ -42,6 +42,10 @@ class TensorPlan:
         """Return which experts are read for a block."""
         return tuple(i for i, depths in enumerate(self.depths) if depths[block] != "0")
 
+    def depths_at(self, block: int) -> dict[int, str]:
+        """Return the digit of each expert that is read for a block."""
+        return {i: depths[block] for i, depths in enumerate(self.depths) if depths[block] != "0"}
+
     def depth(self, expert: int, block: int) -> int:
         """Return how many tiers of an expert's block are read; `EXACT` for all."""
         return int(self.depths[expert][block])

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mergefs.blocks.reader import Kind, ReadCounter
 from mergefs.errors import BudgetError, RecipeError
 from mergefs.manifest import Manifest, Tensor
 from mergefs.merge.method import Method
 from mergefs.merge.parameters import INT8_MASK
-from mergefs.planner.allocate import Candidates, base_cost, candidates, choose
+from mergefs.planner.aim import Aim
 from mergefs.planner.budget import parse_budget
+from mergefs.planner.candidates import Candidates, base_cost, find_candidates
+from mergefs.planner.frontier import Frontier, by_blocks, by_tiers, hash_rank
+from mergefs.planner.importance import block_weights
 from mergefs.planner.measured import Measurer
-from mergefs.planner.plan import Plan, TensorPlan
+from mergefs.planner.plan import EXACT, Plan, TensorPlan
+from mergefs.planner.quality import Quality, assess
+from mergefs.planner.simulation import Simulation
 from mergefs.recipe import Recipe
-from mergefs.statistics import trim_rank
+from mergefs.statistics.tensor import trim_rank
 from mergefs.store import Store
+from mergefs.units import format_size
 
 
 @dataclass(frozen=True)
@@ -49,9 +59,12 @@ class Planned:
         base: its base's manifest.
         experts: its experts' manifests.
         expert_raw_bytes: what a naive merge would read: the tensor bytes of all experts.
-        budget_bytes: the budget in bytes, or None.
-        expert_bytes: physical bytes that the merge will read of experts, at most.
-        candidates: every changed expert block, with its cost, its worth and whether it is read.
+        budget_bytes: the budget in bytes, or None; with an error to be kept to, what that takes.
+        reference_bytes: physical bytes that are read of the first expert because deltas are taken from it.
+        candidates: every changed expert block, and what it costs.
+        depth: int64 for each: the depth to which it is read.
+        quality: how much error is left at each depth; None where there was nothing to choose.
+        frontier: the steps that were chosen from; None likewise.
     """
 
     plan: Plan
@@ -59,8 +72,45 @@ class Planned:
     experts: tuple[Manifest, ...]
     expert_raw_bytes: int
     budget_bytes: int | None
-    expert_bytes: int
+    reference_bytes: int
     candidates: Candidates
+    depth: NDArray[np.int64]
+    quality: Quality | None
+    frontier: Frontier | None
+
+    @property
+    def expert_bytes(self) -> int:
+        """Physical bytes that the merge will read of experts, at most."""
+        return int(self.candidates.cost_at(self.depth).sum()) + self.reference_bytes
+
+    @property
+    def everything(self) -> bool:
+        """Whether all changed blocks are read whole, so that the result is exact."""
+        return bool((self.depth == self.candidates.tiers).all())
+
+    @cached_property
+    def predicted_error(self) -> float | None:
+        """The merged delta's error relative to its norm, weighted by importance; None where nothing is known."""
+        if self.everything:
+            return 0.0
+        return None if self.quality is None else self.quality.predict(self.candidates, self.depth)
+
+    def reread_bytes(self, before: Plan, is_read: Callable[[Tensor, int], bool]) -> int:
+        """Return how many of the bytes an earlier plan of the same models read as well.
+
+        Args:
+            before: the earlier plan.
+            is_read: whether a block of the result is derived anew.
+        """
+        found = self.candidates
+        depth = planned_depths(found, before)
+        sizes = found.cost_at(np.minimum(depth, self.depth))
+        again = np.zeros(len(found), bool)
+        for number, tensor in enumerate(found.tensors):
+            mine = found.of_tensor(number)
+            read = np.array([is_read(tensor, block) for block in range(found.block_counts[number])], bool)
+            again[mine] = read[found.block[mine]]
+        return int(sizes[again].sum())
 
 
 def find_models(store: Store, recipe: Recipe, lookup: Callable[[str], str] | None = None) -> Models:
@@ -89,23 +139,22 @@ def find_models(store: Store, recipe: Recipe, lookup: Callable[[str], str] | Non
     return Models(experts[0], experts, True)
 
 
-def make_plan(
-    store: Store, recipe: Recipe, models: Models, *, budget: str | None, seed: int, counter: ReadCounter
-) -> Planned:
+def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: int, counter: ReadCounter) -> Planned:
     """Resolve a recipe.
 
     Args:
         store: the repository.
         recipe: what is asked for.
         models: its models (see `find_models`), under a lease of the caller's.
-        budget: `10%`, `2GiB`, or None for everything.
-        seed: of random methods.
+        aim: what may be read, or how much error may be left.
+        seed: of random methods, and of the planner `hash`.
         counter: where metadata, and expert bytes read for statistics that are not known yet, are counted; its
             expert limit is set to the budget.
 
     Raises:
         RecipeError: when the models do not fit each other.
-        BudgetError: when the budget is malformed, or cannot be planned for.
+        BudgetError: when the budget is malformed, cannot be planned for, or does not allow the error asked for.
+        ImportanceError: when the importance does not fit the base.
     """
     manifests = {identity: store.manifest(identity) for identity in models.all}
     counter.add(Kind.METADATA, sum(len(m.encoded) for m in manifests.values()))
@@ -113,30 +162,124 @@ def make_plan(
     for name, expert in zip(recipe.models, experts, strict=True):
         check_fit(base, recipe.base_model or models.base[:12], expert, name)
     raw = sum(expert.tensor_bytes for expert in experts)
-    limit = None if budget is None else parse_budget(budget, raw)
+    limit = None if aim.budget is None else parse_budget(aim.budget, raw)
     draft = _draft(recipe, models, seed)
-    found = candidates(store.catalog, base, experts, draft.weights)
+    measured = Measurer(store, models.base, models.experts, counter)
+    found = find_candidates(store.catalog, base, experts, draft.weights, measured)
+    weights = block_weights(found.tensors, store.block_elements, aim.importance)
     reference = base_cost(store.catalog, base) if models.baseless else 0
-    spare = None if limit is None else limit - reference - found.total_cost
-    left = None if spare is None else max(0, spare)
-    measured = Measurer(store, models.base, models.experts, counter, spare=left, cost=found.cost_of)
+    spare = None if limit is None else limit - reference - int(found.full_cost.sum())
+    chooses = bool(aim.max_error) or (spare is not None and spare < 0)
     if limit is not None:
         counter.limit_expert(limit)
-    if limit is not None and spare is not None and spare < 0:
+    if chooses or spare is not None:
+        measured.limit(0 if chooses or spare is None else spare, found.cost_of)
+    thresholds = {
+        tensor.name: _thresholds(draft, recipe.method, measured, tensor)
+        for number, tensor in enumerate(found.tensors)
+        if found.of_tensor(number).start < found.of_tensor(number).stop
+    }
+    depth, quality, frontier = found.tiers, None, None
+    if chooses:
         if models.baseless:
             raise BudgetError(
                 "these models have no common base in the repository, so a budget cannot choose among their"
                 " deltas: ingest them with --base, or merge without a budget"
             )
-        found = choose(found, measured, recipe.method.importance(draft), limit)
-    depths = {name: found.depths(name) for name in found.tensors}
+        for e, name in found.unknown:
+            measured.statistics(e, name)
+        quality = _assess(store, recipe, draft, found, measured, thresholds, weights)
+        frontier = _frontier(found, quality, aim, seed)
+        depth, limit = _choose(found, quality, frontier, aim, limit)
+        counter.limit_expert(limit)
+    digits = found.digits(depth)
     tensors = tuple(
-        TensorPlan(tensor.name, depths[tensor.name], _thresholds(draft, recipe.method, measured, tensor))
+        TensorPlan(tensor.name, digits[tensor.name], thresholds[tensor.name])
         for tensor in base.tensors
-        if any(mine.strip("0") for mine in depths.get(tensor.name, ()))
+        if any(mine.strip("0") for mine in digits.get(tensor.name, ()))
     )
-    plan = replace(draft, budget=None if found.everything else limit, tensors=tensors)
-    return Planned(plan, base, experts, raw, limit, found.chosen_cost + reference, found)
+    everything = bool((depth == found.tiers).all())
+    plan = replace(draft, budget=None if everything else limit, tensors=tensors)
+    return Planned(plan, base, experts, raw, limit, reference, found, depth, quality, frontier)
+
+
+def _assess(
+    store: Store,
+    recipe: Recipe,
+    draft: Plan,
+    found: Candidates,
+    measured: Measurer,
+    thresholds: dict[str, tuple[float, ...]],
+    weights: list[NDArray[np.float64]],
+) -> Quality:
+    simulation = None
+    if recipe.method.decides:
+        tensors = [
+            (number, tensor, TensorPlan(tensor.name, (), thresholds[tensor.name]))
+            for number, tensor in enumerate(found.tensors)
+            if tensor.name in thresholds
+        ]
+        simulation = Simulation(draft, recipe.method, tensors, measured, store.block_elements, weights)
+    return assess(found, measured, recipe.method.coefficients(draft), weights, simulation)
+
+
+def _frontier(found: Candidates, quality: Quality, aim: Aim, seed: int) -> Frontier:
+    floor = np.zeros(len(found), np.int64) if aim.floor is None else planned_depths(found, aim.floor)
+    if aim.planner == "tiers":
+        return by_tiers(found.cost, quality.error, found.tiers, floor)
+    rank = hash_rank(seed, len(found)) if aim.planner == "hash" else None
+    return by_blocks(found.cost, quality.error, found.tiers, floor, rank)
+
+
+def _choose(
+    found: Candidates, quality: Quality, frontier: Frontier, aim: Aim, limit: int | None
+) -> tuple[NDArray[np.int64], int]:
+    """Return the depths, and the most bytes that they may take.
+
+    Raises:
+        BudgetError: when the budget does not cover the floor, or does not allow the error asked for.
+    """
+    if limit is not None and frontier.floor_cost > limit:
+        raise BudgetError(
+            f"a budget of {limit} bytes is less than the {frontier.floor_cost} bytes that the model was made from"
+        )
+    if not aim.max_error:
+        assert limit is not None
+        return frontier.within(limit), limit
+    depth = _least(found, quality, frontier, aim.max_error)
+    needed = int(found.cost_at(depth).sum())
+    if limit is not None and needed > limit:
+        reached = quality.predict(found, frontier.within(limit)) or 0.0
+        raise BudgetError(
+            f"an error of {aim.max_error:g} takes {format_size(needed)} ({needed} bytes), more than the budget of"
+            f" {limit} bytes, which allows an error of {reached:.3f}"
+        )
+    return depth, needed
+
+
+def _least(found: Candidates, quality: Quality, frontier: Frontier, error: float) -> NDArray[np.int64]:
+    """Return the depths after the fewest steps that leave no more error than that."""
+    low, high = 0, len(frontier)
+    while low < high:
+        middle = (low + high) // 2
+        left = quality.predict(found, frontier.after(middle))
+        if left is not None and left <= error:
+            high = middle
+        else:
+            low = middle + 1
+    return frontier.after(high)
+
+
+def planned_depths(found: Candidates, plan: Plan) -> NDArray[np.int64]:
+    """Return the depth of each candidate in a plan of the same models."""
+    depth = np.zeros(len(found), np.int64)
+    for number, tensor in enumerate(found.tensors):
+        planned = plan.tensor_by_name.get(tensor.name)
+        if planned is not None:
+            grid = np.array([np.frombuffer(mine.encode(), np.uint8) for mine in planned.depths], np.int64) - ord("0")
+            mine = found.of_tensor(number)
+            depth[mine] = grid[found.expert[mine], found.block[mine]]
+    return np.where(depth == EXACT, found.tiers, np.minimum(depth, found.tiers))
 
 
 def check_fit(base: Manifest, base_name: str, expert: Manifest, name: str) -> None:

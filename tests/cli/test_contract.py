@@ -110,8 +110,8 @@ def test_plan_explain_and_merge(repo: Path, folder: Path) -> None:
     assert (plan["manifest"], plan["ref"]) == (None, None)
     assert explained["plan"] == plan["plan"]
     assert len(explained["experts"]) == 2
-    rows = {"name", "blocks", "blocks_read", "bytes", "bytes_read", "energy_read", "cancelled"}
-    assert all(row.keys() >= rows for row in [*explained["experts"], *explained["layers"]])
+    rows = {"name", "blocks", "blocks_read", "bytes", "bytes_read", "tier_bytes", "error", "cancelled"}
+    assert all(row.keys() >= rows for row in [*explained["experts"], *explained["layers"], *explained["kinds"]])
     done = run("-R", repo, "merge", folder / "recipe.yml", "--as", "tenth", "--budget", "10%", "--json")
     assert done.code == 0, done.err
     value = merged(done.value)

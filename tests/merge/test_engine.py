@@ -165,7 +165,7 @@ def test_a_budget_that_just_fits_is_kept(repository: Repository, tmp_path: Path)
     repository.ingest(write_model(tmp_path / "base", base), "base")
     for seed, name in ((2, "x"), (3, "y")):
         repository.ingest(write_model(tmp_path / name, fine_tuned(base, seed)), name, base="base")
-    everything = repository.plan(recipe("task_arithmetic", ["x", "y"])).candidates.total_cost
+    everything = repository.plan(recipe("task_arithmetic", ["x", "y"])).expert_bytes
     for spare in (0, 1, everything // 2, everything):
         density = 0.123 + 0.1 * spare / everything
         report = repository.merge(recipe("ties", ["x", "y"], density=density), "m", budget=str(everything + spare))
@@ -232,7 +232,7 @@ def test_an_expert_that_equals_the_base_is_not_read(models: Repository, tmp_path
 
 def test_a_delta_iterator_yields_only_what_is_planned(models: Repository) -> None:
     planned = models.plan(recipe("task_arithmetic", ["x", "y", "z"]), budget="8%")
-    assert not planned.candidates.everything
+    assert not planned.everything
     sources = _sources(models, planned, ReadCounter())
     values = {name: tensors_of(models, name) for name in ("base", "x", "y", "z")}
     seen = {0: 0, 1: 0, 2: 0, 3: 0}

@@ -34,13 +34,17 @@ class TieredBlock:
     Attributes:
         tiers: four payloads, or the exact one alone where few elements changed. Any prefix decodes.
         errors: the squared error of the delta that remains after each tier; the last one is 0.
+        sampled: float32[sample, 3]: the sampled elements' deltas after each coarse tier (0 where there is none).
     """
 
     tiers: tuple[bytes, ...]
     errors: tuple[float, ...]
+    sampled: NDArray[np.float32]
 
 
-def encode(expert: Buffer, base: Buffer, dtype: DType, exact: Exact = "fast") -> TieredBlock | None:
+def encode(
+    expert: Buffer, base: Buffer, dtype: DType, exact: Exact = "fast", sample: NDArray[np.int64] | None = None
+) -> TieredBlock | None:
     """Encode an expert's block as tiers, where that applies and pays.
 
     Args:
@@ -48,6 +52,7 @@ def encode(expert: Buffer, base: Buffer, dtype: DType, exact: Exact = "fast") ->
         base: the base block's bytes, as many.
         dtype: their element type.
         exact: the coding of the last tier.
+        sample: places of elements whose coarse deltas are wanted.
 
     Returns:
         None where another encoding is to be used: for dtypes other than BF16, for blocks where an element of either
@@ -56,17 +61,17 @@ def encode(expert: Buffer, base: Buffer, dtype: DType, exact: Exact = "fast") ->
     """
     if dtype.name != "BF16":
         return None
-    encoded = encode_always(expert, base, exact)
+    encoded = encode_always(expert, base, exact, sample)
     if not encoded.finite or sum(map(len, encoded.tiers)) > PAYS * len(expert):
         return None
-    return TieredBlock(encoded.tiers, encoded.errors)
+    return TieredBlock(encoded.tiers, encoded.errors, encoded.sampled)
 
 
-def encode_always(expert: Buffer, base: Buffer, exact: Exact) -> Encoded:
-    """Encode any bf16 block as tiers, whether it pays or not."""
+def encode_always(expert: Buffer, base: Buffer, exact: Exact, sample: NDArray[np.int64] | None = None) -> Encoded:
+    """Encode any bf16 block as tiers, whether it pays or not; see `encode`."""
     from mergefs.blocks.tiers import encoder
 
-    return encoder.encode(_bits(expert), _bits(base), exact)
+    return encoder.encode(_bits(expert), _bits(base), exact, encoder.NO_SAMPLE if sample is None else sample)
 
 
 def decode_delta(tiers: Sequence[Buffer], base: Buffer, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:

@@ -42,6 +42,8 @@ LARGEST_BITS = 0x7F00
 
 Exact = Literal["fast", "small"]
 
+NO_SAMPLE = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -51,22 +53,35 @@ class Encoded:
         tiers: coarse ones (3, or none where the block has no use for them), and the exact one.
         errors: the squared error of the delta that remains after each.
         finite: whether all elements of both blocks are finite, and not almost infinite.
+        sampled: float32[sample, coarse tiers]: the delta of the sampled elements after each coarse tier.
     """
 
     tiers: tuple[bytes, ...]
     errors: tuple[float, ...]
     finite: bool
+    sampled: NDArray[np.float32]
 
 
-def encode(expert: NDArray[np.uint16], base: NDArray[np.uint16], exact: Exact) -> Encoded:
-    """Encode any two blocks of bf16 bits, uint16[n]; all tiers together are exact for all of them."""
+def encode(
+    expert: NDArray[np.uint16], base: NDArray[np.uint16], exact: Exact, sample: NDArray[np.int64] = NO_SAMPLE
+) -> Encoded:
+    """Encode any two blocks of bf16 bits, uint16[n]; all tiers together are exact for all of them.
+
+    Args:
+        expert, base: the blocks.
+        exact: the coding of the exact tier.
+        sample: places of elements whose coarse deltas are wanted.
+    """
     write_exact = {"fast": exact_fast.write, "small": exact_small.write}[exact]
     if expert.size != base.size:
         raise ValueError("a block and its base differ in length")
     mask = np.empty(-(-base.size // RUN), np.uint8)
     before = b""
+    kept = slice(None)
     if runs.changed(expert, base, mask) < mask.size:
         before = write_mask(mask)
+        kept = mask[sample // RUN] == 1
+        sample = (np.cumsum(mask, dtype=np.int64)[sample // RUN] - 1) * RUN + sample % RUN
         expert, base = _take(expert, mask, "expert"), _take(base, mask, "base")
     page = np.empty(quantise.PAGE, np.float32)
     energy, largest = quantise.measure(expert, base, page)
@@ -74,8 +89,9 @@ def encode(expert: NDArray[np.uint16], base: NDArray[np.uint16], exact: Exact) -
     rms = float(np.sqrt(energy / max(base.size, 1))) if finite else 0.0
     tiers: list[bytes] = []
     errors: list[float] = []
+    sampled = np.zeros((sample.size, COARSE_TIERS), np.float32)
     if base.size >= FEWEST and rms > SMALLEST_RMS:
-        tiers, errors, q, prediction = _coarse(expert, base, rms, page)
+        tiers, errors, sampled[kept], q, prediction = _coarse(expert, base, rms, page, sample[kept])
     else:
         q, prediction = room("q2", base.size, np.int8), coarse.NOTHING
         q[:] = 0
@@ -84,7 +100,7 @@ def encode(expert: NDArray[np.uint16], base: NDArray[np.uint16], exact: Exact) -
     rests.take(expert, predicted, q, rest)
     tiers.append(write_exact(rest, base, q))
     tiers[0] = before + tiers[0]
-    return Encoded(tuple(tiers), (*errors, 0.0), finite)
+    return Encoded(tuple(tiers), (*errors, 0.0), finite, sampled)
 
 
 def _take(source: NDArray[np.uint16], mask: NDArray[np.uint8], name: str) -> NDArray[np.uint16]:
@@ -93,9 +109,13 @@ def _take(source: NDArray[np.uint16], mask: NDArray[np.uint8], name: str) -> NDA
 
 
 def _coarse(
-    expert: NDArray[np.uint16], base: NDArray[np.uint16], rms: float, page: NDArray[np.float32]
-) -> tuple[list[bytes], list[float], NDArray[np.int8], coarse.Prediction]:
-    """Return the coarse payloads, the error after each, and the last one's q and prediction."""
+    expert: NDArray[np.uint16],
+    base: NDArray[np.uint16],
+    rms: float,
+    page: NDArray[np.float32],
+    sample: NDArray[np.int64],
+) -> tuple[list[bytes], list[float], NDArray[np.float32], NDArray[np.int8], coarse.Prediction]:
+    """Return the coarse payloads, the error and the sampled deltas after each, and the last one's q and prediction."""
     n = base.size
     thresholds = np.minimum(np.array(THRESHOLDS) * rms, float(np.finfo(np.float32).max)).astype(np.float32)
     active = [_first_class(share * rms) for share in ACTIVE]
@@ -110,16 +130,18 @@ def _coarse(
     unit = np.float32(2.0 ** np.ceil(np.log2(LARGEST_CENTROID * rms / 255)))
     exponent = int(unit.view(np.uint32)) >> 23
     tiers, errors = [], []
+    sampled = np.empty((COARSE_TIERS, sample.size), np.float32)
     for t in range(COARSE_TIERS):
         codes = _centroids(counts, sums, t, unit)
         header = Header(Kind.DENSE, active[t], _first_class(ON_GRID[t] * rms), exponent, 0, 0)
         prediction = coarse.Prediction.make(codes, exponent, header.g)
         errors.append(float(choice.remaining(expert, base, q[t], prediction.codes, unit, header.g, page)))
+        choice.delta(base[sample], q[t][sample], prediction.codes, unit, header.g, sampled[t])
         if t == 0:
             tiers.append(coarse.write_sparse(q[t], codes, header))
         else:
             tiers.append(coarse.write_dense(q[t], q[t - 1], base, codes, header))
-    return tiers, errors, q[-1], prediction
+    return tiers, errors, sampled.T, q[-1], prediction
 
 
 def _centroids(counts: NDArray[np.int64], sums: NDArray[np.float64], tier: int, unit: np.float32) -> NDArray[np.uint8]:

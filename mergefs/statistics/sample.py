@@ -1,0 +1,36 @@
+"""A sample of a tensor's elements, the same ones in every model: what methods that decide element by element do to
+experts together can be computed on it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+EVERY = 1 << 13
+"""One of so many elements is sampled."""
+
+
+def positions(first: int, stop: int) -> NDArray[np.int64]:
+    """Return which elements of a tensor from number `first` to `stop` are in its sample, counted from `first`.
+
+    One of each run of `EVERY` elements, at a place that depends on the run's number alone.
+    """
+    runs = np.arange(first // EVERY, -(-stop // EVERY), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        h = runs * np.uint64(0x9E3779B97F4A7C15)
+        h = ((h ^ (h >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)) >> np.uint64(32)
+    found = (runs * np.uint64(EVERY) + h % np.uint64(EVERY)).astype(np.int64) - first
+    return found[(found >= 0) & (found < stop - first)]
+
+
+def to_bfloat16(values: NDArray[np.floating]) -> NDArray[np.uint16]:
+    """Return float32 values as the bits of the nearest bfloat16."""
+    import ml_dtypes
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(np.float32).astype(ml_dtypes.bfloat16).view("<u2")
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Return the values of bfloat16 bits as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -1,0 +1,40 @@
+"""How many bytes reading an expert's blocks takes, tier by tier: the part of the statistics about the store."""
+
+from __future__ import annotations
+
+from mergefs.catalog.environment import Transaction
+from mergefs.catalog.tables import get_location, get_tiers
+from mergefs.manifest import Tensor
+from mergefs.statistics.tensor import TensorStatistics
+
+
+def with_stored_bytes(txn: Transaction, statistics: TensorStatistics, tensor: Tensor, twin: Tensor) -> TensorStatistics:
+    """Return the statistics with the bytes that the catalog says.
+
+    Args:
+        txn: a transaction that sees the blocks of both.
+        statistics: of the expert's tensor against the base's.
+        tensor, twin: the expert's and the base's.
+    """
+    found = {}
+    for number, (block, below) in enumerate(zip(tensor.blocks, twin.blocks, strict=True)):
+        if block is not None and below is not None and (block != below or tensor.dtype is not twin.dtype):
+            found[number] = tier_bytes(txn, bytes.fromhex(block), bytes.fromhex(below))
+    return statistics.with_bytes(found)
+
+
+def tier_bytes(txn: Transaction, block: bytes, below: bytes) -> tuple[int, ...]:
+    """Return what reading each tier of an expert's block takes, when the base's block `below` has been read.
+
+    Where the block is encoded against a block that is not read for the base's sake, that one comes with its first tier.
+    """
+    tiers = get_tiers(txn, block)
+    if not tiers:
+        return ()  # missing: who reads it will say so
+    lengths = [location.record.length for location in tiers]
+    root = get_location(txn, tiers[0].record.base)
+    if root is not None and root.record.block != below:
+        own = get_location(txn, below)
+        if own is None or own.record.base != root.record.block:
+            lengths[0] += root.record.length
+    return tuple(lengths)
