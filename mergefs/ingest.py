@@ -256,6 +256,7 @@ class _Worker:
 
     def __init__(self, store: Store, writer: BlockWriter, checkpoint: Checkpoint, descriptors: list[int]) -> None:
         self._catalog = store.catalog
+        self._exact = store.exact
         self._reader = BlockReader(store.catalog, store.backend)
         self._writer = writer
         self._files = checkpoint.files
@@ -288,7 +289,7 @@ class _Worker:
         if entry.dtype is not base_dtype:
             return _Done(piece, raw, block, codecs.encode(raw, entry.dtype), NO_BASE, measure)
         root, root_raw = next(iter(read.items()))
-        encoded = codecs.encode_tiered(raw, entry.dtype, root_raw)
+        encoded = codecs.encode_tiered(raw, entry.dtype, root_raw, self._exact)
         return _Done(piece, raw, block, encoded, root, measure, encoded.errors)
 
     def _read(self, piece: _Piece) -> bytes:

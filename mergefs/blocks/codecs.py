@@ -17,6 +17,7 @@ from numcodecs.abc import Codec
 from numcodecs.compat import ensure_contiguous_ndarray
 from numpy.typing import NDArray
 
+from mergefs.blocks.exact import Exact
 from mergefs.blocks.floats import unsigned
 from mergefs.blocks.zstd_frames import decompress
 from mergefs.dtypes import BY_CODE, DTYPES, DType
@@ -93,11 +94,16 @@ def encode(raw: Buffer, dtype: DType, base: Buffer | None = None) -> Encoded:
     return Encoded(Encoding.RAW, (bytes(raw),))
 
 
-def encode_tiered(raw: Buffer, dtype: DType, base: Buffer) -> Encoded:
-    """Encode an expert's block as tiers where that applies and pays, else as `encode` does."""
+def encode_tiered(raw: Buffer, dtype: DType, base: Buffer, exact: Exact) -> Encoded:
+    """Encode an expert's block as tiers where that applies and pays, else as `encode` does.
+
+    Args:
+        raw, dtype, base: see `encode`.
+        exact: the coding of the exact tier.
+    """
     from mergefs.blocks import tiers
 
-    found = tiers.encode(raw, base, dtype) if len(raw) >= WORTH_TIERS else None
+    found = tiers.encode(raw, base, dtype, exact) if len(raw) >= WORTH_TIERS else None
     if found is None:
         return encode(raw, dtype, base)
     return Encoded(Encoding.TIERS, found.tiers, found.errors)

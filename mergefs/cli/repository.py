@@ -7,22 +7,32 @@ import sys
 
 import click
 
+from mergefs.blocks.exact import CODINGS
 from mergefs.cli.common import emit, json_option, progress, repository
 from mergefs.gc import REWRITE_ABOVE
 from mergefs.repository import Repository
+from mergefs.store import DEFAULT_EXACT
 from mergefs.units import format_size, parse_size
 
 
 @click.command()
 @click.argument("directory")
 @click.option("--block-size", default="1MiB", show_default=True, help="Of 2-byte elements.")
+@click.option(
+    "--exact",
+    type=click.Choice(CODINGS),
+    default=DEFAULT_EXACT,
+    show_default=True,
+    help="Coding of experts' exact tiers.",
+)
 @json_option
-def init(directory: str, block_size: str, as_json: bool) -> None:
+def init(directory: str, block_size: str, exact: str, as_json: bool) -> None:
     """Make a repository in DIRECTORY, which is empty or does not exist yet."""
-    made = Repository.init(directory, parse_size(block_size))
+    made = Repository.init(directory, parse_size(block_size), exact=exact)
     value = {
         "repository": str(made.path),
         "block_size": made.config["block_size"],
+        "exact": made.exact,
         "version": made.config["version"],
     }
     made.close()

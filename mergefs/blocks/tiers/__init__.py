@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergefs.blocks.exact import Exact as Exact
 from mergefs.dtypes import DType
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
 
 if TYPE_CHECKING:
     from mergefs.blocks.tiers.encoder import Encoded
-
-Exact = Literal["fast", "small"]
-"""The codings of the exact tier: zstd's decoding speed, or an entropy coder with context."""
 
 PAYS = 0.66
 """All tiers together may take this share of the raw bytes: a bf16 block takes about as much without any base."""
