@@ -112,5 +112,31 @@ def decode(tiers: Sequence[Buffer], base: Buffer) -> memoryview:
         raise CorruptionError(f"a block's tiers do not decode: {error}") from error
 
 
+def coding(head: Buffer) -> Exact | None:
+    """Return the coding of an exact tier, from the beginning of its payload; None where that is too little to say."""
+    from mergefs.blocks.tiers import recoder
+
+    return recoder.coding(memoryview(head).cast("B"))
+
+
+def recode(tiers: Sequence[Buffer], base: Buffer, exact: Exact) -> bytes:
+    """Return the exact tier of a block in a coding; it takes the place of the last of the tiers, the others stay.
+
+    Args:
+        tiers: all tiers of the block.
+        base: the bytes of its base block.
+        exact: the coding.
+
+    Raises:
+        CorruptionError: see `decode`, also for damage that it finds only by the block's id.
+    """
+    from mergefs.blocks.tiers import recoder
+
+    try:
+        return recoder.recode(tiers, _bits(base), exact)
+    except (ValueError, RuntimeError) as error:
+        raise CorruptionError(f"a block's tiers do not decode: {error}") from error
+
+
 def _bits(raw: Buffer) -> NDArray[np.uint16]:
     return np.frombuffer(raw, np.uint16)
