@@ -13,7 +13,7 @@ from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
 from mergefs.blocks.writer import BlockWriter
 from mergefs.catalog.leases import Lease
 from mergefs.dtypes import DTYPES
-from mergefs.errors import BlocksCollectedError, NotFoundError, UserError
+from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
 from mergefs.hashing import digest
 from mergefs.manifest import Blob, Manifest, Tensor
 from mergefs.merge.derive import derive, needs_arithmetic, output_dtype
@@ -132,6 +132,7 @@ def materialize(
     Raises:
         NotFoundError: when there is no ref of that name.
         UserError: when the model is no merge.
+        BudgetError: when experts that were repacked since take more than the budget of its plan.
     """
     began = time.monotonic()
     identity = store.resolve(name)
@@ -146,7 +147,13 @@ def materialize(
     with store.lease("materialize", {identity, plan.base, *plan.experts}) as lease:
         run = _Run(store, plan, lease, counter, threads, max_memory)
         raw = sum(store.manifest(expert).tensor_bytes for expert in plan.experts)
-        return run.eager(name, began, plan.budget, raw, progress, entry)
+        try:
+            return run.eager(name, began, plan.budget, raw, progress, entry)
+        except BudgetExceededError as error:
+            raise BudgetError(
+                f"'{name}' cannot be stored within its budget of {plan.budget} bytes any more, since its experts were"
+                " repacked: merge it again, or repack with --exact small"
+            ) from error
 
 
 def _merge(
