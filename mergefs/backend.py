@@ -80,8 +80,11 @@ class LocalBackend(Backend):
 
     def put(self, name: str, data: bytes) -> None:
         """See `Backend.put`."""
-        if self.exists(name):
-            return
+        if not self.exists(name):
+            self.replace(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Store bytes durably and all at once, in the place of those that have the name: the configuration's."""
         temporary = self.root / "tmp" / f"{os.getpid()}-{os.urandom(8).hex()}"
         with open(temporary, "xb") as file:
             file.write(data)

@@ -44,6 +44,9 @@ def decode(data: bytes) -> Any:
     return value
 
 
+_PLAIN = {str, type(None)}
+
+
 def _ordered(value: Any) -> Any:
     if isinstance(value, dict):
         for key in value:
@@ -51,6 +54,8 @@ def _ordered(value: Any) -> Any:
                 raise MergefsError(f"canonical JSON has string keys only, not {key!r}")
         return {k: _ordered(value[k]) for k in sorted(value, key=_utf16)}
     if isinstance(value, (list, tuple)):
+        if set(map(type, value)) <= _PLAIN:
+            return value  # the ids of a tensor's blocks: there may be a million of them
         return [_ordered(item) for item in value]
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergefs.blocks.pack import PackWriter, Record
+from mergefs.blocks.pack import Record
 from mergefs.blocks.reader import pack_name
-from mergefs.blocks.writer import PACK_BYTES
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import claims, end_dead, leases
-from mergefs.catalog.tables import Location, closure, locations, put_location, ref_entries
+from mergefs.catalog.tables import Location, closure, locations, ref_entries
 from mergefs.errors import CorruptionError
 from mergefs.hashing import is_hex_id
+from mergefs.rewriting import Rewrite, delete_objects
 from mergefs.store import Store, manifest_name, plan_name
 
 REWRITE_ABOVE = 0.5
@@ -96,23 +96,18 @@ def _pass(store: Store, rewrite_above: float) -> GcReport:
         return swept[0].run()
 
     report = store.catalog.write(sweep)
-    # Files go after that commit, so that a crash in between leaves orphans and never a hole; and inside another
-    # transaction, so that nobody can publish an equal object between the last look and its removal.
     store.catalog.write(lambda txn: _delete(store, txn, swept[0]))
     return report
 
 
 def _delete(store: Store, txn: Transaction, collection: _Collection) -> None:
-    packs = {pack_name(key) for key, _ in txn.items("packs")}
     manifests = {key.hex() for key, _ in txn.items("manifests")}
     published = {manifest_name(identity) for identity in manifests}
     for identity in manifests - collection.live_manifests:
         plan = store.manifest(identity).lineage.plan
         if plan is not None:
             published.add(plan_name(plan))
-    for name in collection.doomed:
-        if name not in packs and name not in published:
-            store.backend.delete(name)
+    delete_objects(store, txn, collection.doomed, published)
 
 
 class _Collection:
@@ -222,51 +217,19 @@ class _Collection:
 
     def _rewrite(self, packs: list[tuple[bytes, list[Record]]]) -> None:
         """Copy the live payloads of some packs into new ones, pack after pack in the order of their offsets."""
-        writers: dict[int, PackWriter] = {}
-        try:
-            self._copy(packs, writers)
-            for writer in writers.values():
-                self._adopt(writer)
-        finally:
-            for writer in writers.values():
-                writer.__exit__(None, None, None)
-
-    def _copy(self, packs: list[tuple[bytes, list[Record]]], writers: dict[int, PackWriter]) -> None:
-        """Append the live payloads of some packs to writers, one for each depth."""
-        count = 0
-        for pack, records in packs:
-            for record in sorted(records, key=lambda r: r.offset):
-                # Tiers of one depth stay together; see BlockWriter.
-                depth = record.tier if record.tiers > 1 else -1
-                if depth not in writers:
-                    path = self._store.path / "tmp" / f"{os.getpid()}-gc-{count}"
-                    path.unlink(missing_ok=True)
-                    writers[depth] = PackWriter(path, sync=self._store.sync)
-                    count += 1
-                writer = writers[depth]
-                payload = self._store.backend.get(pack_name(pack), record.offset, record.length)
-                if len(payload) != record.length:
-                    raise CorruptionError(f"pack {pack.hex()} is cut short: 'mergefs fsck' shows what it affects")
-                writer.append(
-                    record.block,
-                    payload,
-                    raw_length=record.raw_length,
-                    encoding=record.encoding,
-                    dtype=record.dtype,
-                    base=record.base,
-                    tier=record.tier,
-                    tiers=record.tiers,
-                )
-                if writer.size >= PACK_BYTES:
-                    self._adopt(writers.pop(depth))
-            self._drop_pack(pack)
-
-    def _adopt(self, writer: PackWriter) -> None:
-        pack = bytes.fromhex(writer.finish())
-        self._store.backend.adopt(pack_name(pack), writer.path)
-        self._txn.put("packs", pack, b'{"size": %d}' % writer.size)
-        for record in writer.records:
-            put_location(self._txn, pack, record)
+        with Rewrite(self._store, f"{os.getpid()}-gc") as rewrite:
+            for pack, records in packs:
+                for record in sorted(records, key=lambda r: r.offset):
+                    payload = self._store.backend.get(pack_name(pack), record.offset, record.length)
+                    if len(payload) != record.length:
+                        raise CorruptionError(f"pack {pack.hex()} is cut short: 'mergefs fsck' shows what it affects")
+                    rewrite.append(record, payload)
+                    if rewrite.full:
+                        rewrite.finish()
+                        rewrite.enter(self._txn)
+                self._drop_pack(pack)
+            rewrite.finish()
+            rewrite.enter(self._txn)
 
     def _drop_pack(self, pack: bytes) -> None:
         self.doomed.append(pack_name(pack))

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import blake3
 
 _HEX_ID = re.compile(r"[0-9a-f]{64}")
+_HEX = re.compile(r"[0-9a-f]*")
 _HEX_PREFIX = re.compile(r"[0-9a-f]{8,64}")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -32,6 +33,11 @@ def hex_digest(data: Buffer) -> str:
 def is_hex_id(text: str) -> bool:
     """Tell whether `text` is a whole id (64 lower-case hexadecimal digits)."""
     return _HEX_ID.fullmatch(text) is not None
+
+
+def is_hex(text: str) -> bool:
+    """Tell whether there are only lower-case hexadecimal digits in `text`."""
+    return _HEX.fullmatch(text) is not None
 
 
 def is_hex_prefix(text: str) -> bool:

@@ -80,6 +80,14 @@ class _Piece:
     first: int = 0
     base: bytes | None = None
 
+    @property
+    def sample(self) -> NDArray[np.int64]:
+        """Which of its elements are sampled."""
+        assert self.tensor is not None
+        entry = self.tensor.entry
+        width = entry.dtype.itemsize
+        return positions((entry.stop - entry.start) // width, self.first, self.first + self.size // width)
+
 
 @dataclass(frozen=True)
 class _Target:
@@ -274,6 +282,7 @@ class _Worker:
 
     def __init__(self, store: Store, writer: BlockWriter, checkpoint: Checkpoint, descriptors: list[int]) -> None:
         self._catalog = store.catalog
+        self._exact = store.exact
         self._reader = BlockReader(store.catalog, store.backend)
         self._writer = writer
         self._files = checkpoint.files
@@ -290,8 +299,7 @@ class _Worker:
             encoded = None if self._writer.known(block) else codecs.encode(raw, entry.dtype)
             return _Done(piece, raw, block, encoded, NO_BASE, None)
         if block == piece.base and entry.dtype is base_dtype:
-            elements = piece.size // entry.dtype.itemsize
-            same = unchanged_block(piece.first, elements) if entry.dtype.is_float else None
+            same = unchanged_block(piece.size // entry.dtype.itemsize, piece.sample) if entry.dtype.is_float else None
             return _Done(piece, raw, block, None, NO_BASE, same)
         known = self._writer.known(block)
         measurable = entry.dtype.is_float and base_dtype.is_float
@@ -299,19 +307,19 @@ class _Worker:
             return _Done(piece, raw, block, None, NO_BASE, None)
         read = self._reader.read_with_root(piece.base, Kind.BASE)
         base = read[piece.base]
-        measure = measure_block(raw, entry.dtype, base, base_dtype, piece.first) if measurable else None
-        sample = positions(piece.first, piece.first + piece.size // entry.dtype.itemsize)
+        sample = piece.sample
+        measure = measure_block(raw, entry.dtype, base, base_dtype, piece.first, sample) if measurable else None
         # A block that was added here and is in no closed pack yet is encoded again, for its errors' sake.
         if known and self._catalog.locate(block) is not None:
             depths = self._reader.read_with_depths(block, Kind.EXPERT, read, sample)
             root_raw = base if depths.root is None else depths.root
-            coarse = coarse_sample(depths.sampled, root_raw, entry.dtype, base, base_dtype, piece.first)
+            coarse = coarse_sample(depths.sampled, root_raw, entry.dtype, base, base_dtype, sample)
             return _Done(piece, raw, block, None, NO_BASE, measure, depths.errors, coarse)
         if entry.dtype is not base_dtype:
             return _Done(piece, raw, block, codecs.encode(raw, entry.dtype), NO_BASE, measure)
         root, root_raw = next(iter(read.items()))
-        encoded = codecs.encode_tiered(raw, entry.dtype, root_raw, sample)
-        coarse = coarse_sample(encoded.sampled, root_raw, entry.dtype, base, base_dtype, piece.first)
+        encoded = codecs.encode_tiered(raw, entry.dtype, root_raw, self._exact, sample)
+        coarse = coarse_sample(encoded.sampled, root_raw, entry.dtype, base, base_dtype, sample)
         return _Done(piece, raw, block, encoded, root, measure, encoded.errors, coarse)
 
     def _read(self, piece: _Piece) -> bytes:

@@ -15,7 +15,7 @@ from mergefs import canonical
 from mergefs.blocks.geometry import Grid, grid
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import CorruptionError, FormatVersionError
-from mergefs.hashing import hex_digest, is_hex_id
+from mergefs.hashing import hex_digest, is_hex, is_hex_id
 
 FORMAT = "mergefs-manifest"
 VERSION = 1
@@ -141,7 +141,7 @@ class Manifest:
     @property
     def is_lazy(self) -> bool:
         """Whether some block is still to be derived."""
-        return any(block is None for tensor in self.tensors for block in tensor.blocks)
+        return any(None in tensor.blocks for tensor in self.tensors)
 
     @property
     def raw_bytes(self) -> int:
@@ -174,9 +174,11 @@ def decode(data: bytes) -> Manifest:
     """
     value = canonical.decode(data)
     try:
-        return _from_json(value)
+        manifest = _from_json(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(f"a manifest is malformed: {error!r}") from error
+    vars(manifest)["encoded"] = bytes(data)  # it was canonical
+    return manifest
 
 
 def safe_path(path: str) -> bool:
@@ -262,8 +264,16 @@ def _tensor(value: dict[str, Any]) -> Tensor:
         _text(value["name"]),
         DTYPES[value["dtype"]],
         tuple(_natural(n) for n in _list(value["shape"])),
-        tuple(None if block is None else _id(block) for block in _list(value["blocks"])),
+        _ids(_list(value["blocks"])),
     )
+
+
+def _ids(values: list[Any]) -> tuple[str | None, ...]:
+    """Check many ids, or None, at once."""
+    given = [value for value in values if value is not None]
+    if not set(map(type, given)) <= {str} or not set(map(len, given)) <= {64} or not is_hex("".join(given)):
+        given = [_id(value) for value in given]  # says which one is none
+    return tuple(values)
 
 
 def _lineage(value: dict[str, Any]) -> Lineage:

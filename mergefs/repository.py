@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mergefs.planner.aim import Aim
     from mergefs.planner.resolve import Planned
     from mergefs.recipe import Recipe
+    from mergefs.repack import RepackReport
     from mergefs.serve.export import ExportReport
     from mergefs.serve.mount import MountInfo
     from mergefs.serve.view import View
@@ -125,6 +126,12 @@ class Repository(Store):
         from mergefs.gc import collect
 
         return collect(self, dry_run=dry_run, **options)
+
+    def repack(self, exact: str | None = None, **options: Any) -> RepackReport:
+        """Write the exact tiers of stored experts in another coding; see `mergefs.repack.repack`."""
+        from mergefs.repack import repack
+
+        return repack(self, exact, **options)
 
     def fsck(self, *, read_data: bool = False, progress: Progress | None = None) -> FsckReport:
         """Check the repository; see `mergefs.fsck.check`."""

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from mergefs import manifest as manifests
 from mergefs.backend import LocalBackend
+from mergefs.blocks.exact import CODINGS, Exact, check_exact
 from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease, NoLease, leases
@@ -35,6 +36,7 @@ CONFIG = "mergefs.json"
 FORMAT = "mergefs-repository"
 VERSION = 1
 DEFAULT_BLOCK_SIZE = 1 << 20
+DEFAULT_EXACT: Exact = "fast"
 _FOLDERS = ("packs", "manifests", "plans", "tmp")
 _ABANDONED_AFTER = 3600.0
 """Seconds after which a temporary file that no lease names is taken for left behind."""
@@ -63,23 +65,25 @@ class Store:
             self._sweep_temporary()
 
     @classmethod
-    def init(cls, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE) -> Self:
+    def init(cls, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE, *, exact: str = DEFAULT_EXACT) -> Self:
         """Make a new repository in a folder that is empty or does not exist yet, and open it.
 
         Args:
             path: the folder.
             block_size: bytes of a block of 2-byte elements, a multiple of 4 KiB; blocks of other dtypes hold
                 as many elements.
+            exact: the coding of experts' exact tiers, `fast` or `small`.
 
         Raises:
             DestinationError: when the folder holds anything, or cannot be made.
-            UserError: when the block size is out of range.
+            UserError: when the block size is out of range, or there is no such coding.
         """
         if str(path) == "":
             raise UserError("the repository's folder is an empty text: name a folder")
         folder = Path(path).absolute()
         if block_size % 4096 or not 4096 <= block_size <= 1 << 28:
             raise UserError(f"a block size of {block_size} bytes: it must be a multiple of 4 KiB up to 256 MiB")
+        coding = check_exact(exact)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if any(folder.iterdir()):
@@ -95,10 +99,11 @@ class Store:
             "hash": "blake3",
             "block_size": block_size,
             "block_elements": block_size // 2,
+            "exact": coding,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         # Written last: a folder without it is not a repository.
-        LocalBackend(folder).put(CONFIG, json.dumps(config, indent=2).encode() + b"\n")
+        LocalBackend(folder).put(CONFIG, _encode_config(config))
         return cls(folder)
 
     @classmethod
@@ -122,6 +127,25 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    # -- configuration -------------------------------------------------------------------------------------
+
+    @property
+    def exact(self) -> Exact:
+        """The coding that experts' exact tiers are written in, as the configuration says now."""
+        return check_exact(_read_config(self.path)["exact"])
+
+    def use_exact(self, exact: str) -> None:
+        """Have experts' exact tiers written in another coding from now on.
+
+        What is stored stays as it is, and is read whichever coding it has; see `mergefs.repack`. So does what an
+        ingest writes that has begun before.
+
+        Raises:
+            UserError: when there is no such coding.
+        """
+        config = {**_read_config(self.path), "exact": check_exact(exact)}
+        self.backend.replace(CONFIG, _encode_config(config))
 
     # -- manifests -----------------------------------------------------------------------------------------
 
@@ -413,4 +437,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     size = config.get("block_elements")
     if config.get("hash") != "blake3" or type(size) is not int or size < 1:
         raise MergefsError(f"{path / CONFIG} is damaged: it lacks its hash or block size")
+    config.setdefault("exact", DEFAULT_EXACT)
+    if config["exact"] not in CODINGS:
+        raise MergefsError(f"{path / CONFIG} is damaged: the exact tier has no coding {config['exact']!r}")
     return config
+
+
+def _encode_config(config: dict[str, Any]) -> bytes:
+    return json.dumps(config, indent=2).encode() + b"\n"

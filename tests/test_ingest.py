@@ -401,21 +401,21 @@ def _check(found: TensorStatistics, repository: Repository, base: Array, expert:
         if base.dtype == expert.dtype:
             assert row["unchanged"] == np.all(bits[0][first:stop] == bits[1][first:stop], axis=1).sum()
     magnitudes = np.sort(np.abs(delta))[::-1]
-    assert found.counts.sum() == delta.size
+    assert found.distribution.counts.sum() == delta.size
     histogram = np.bincount(magnitudes.view(np.uint32) >> 16, minlength=1 << 15)
-    assert np.array_equal(histogram[found.bins], found.counts)
+    assert np.array_equal(histogram[found.distribution.bins], found.distribution.counts)
     for density in [*(i / 100 for i in range(1, 100)), 0.333, 1e-9, 0.9999]:
         k = trim_rank(density, delta.size)
         assert k == max(1, int(density * delta.size))
-        threshold = found.threshold(k)
+        threshold = found.distribution.threshold(k)
         if round(density, 2) == density:
             assert threshold == magnitudes[k - 1]
         else:
             # Only some ranks are kept exactly where a bin holds different magnitudes.
             assert threshold in (None, magnitudes[k - 1])
-            where = found.bin_of_rank(k)
+            where = found.distribution.bin_of_rank(k)
             if where is not None:
-                assert found.bins[where[0]] == magnitudes[k - 1].view(np.uint32) >> 16
+                assert found.distribution.bins[where[0]] == magnitudes[k - 1].view(np.uint32) >> 16
 
 
 def test_statistics_of_real_deltas(slice_repository: Repository, slices: Path) -> None:

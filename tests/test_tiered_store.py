@@ -248,11 +248,11 @@ def test_a_repository_that_is_only_read(repository: Repository, tmp_path: Path) 
 
 def test_sketches_estimate_inner_products() -> None:
     random = np.random.default_rng(1)
-    zeros = bytes(4 << 16)
+    zeros, none = bytes(4 << 16), np.empty(0, np.int64)
     own, crossed = [], []
     for page in range(80):
         a, b = (random.standard_normal(1 << 16).astype(np.float32) for _ in range(2))
-        one, two = (measure_block(x.tobytes(), DTYPES["F32"], zeros, DTYPES["F32"], page << 16) for x in (a, b))
+        one, two = (measure_block(x.tobytes(), DTYPES["F32"], zeros, DTYPES["F32"], page << 16, none) for x in (a, b))
         assert one.sketch is not None
         assert two.sketch is not None
         own.append(float(one.sketch @ one.sketch) / float(a @ a))

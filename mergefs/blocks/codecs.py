@@ -17,6 +17,7 @@ from numcodecs.abc import Codec
 from numcodecs.compat import ensure_contiguous_ndarray
 from numpy.typing import NDArray
 
+from mergefs.blocks.exact import Exact
 from mergefs.blocks.floats import unsigned
 from mergefs.blocks.zstd_frames import decompress
 from mergefs.dtypes import BY_CODE, DTYPES, DType
@@ -95,16 +96,19 @@ def encode(raw: Buffer, dtype: DType, base: Buffer | None = None) -> Encoded:
     return Encoded(Encoding.RAW, (bytes(raw),))
 
 
-def encode_tiered(raw: Buffer, dtype: DType, base: Buffer, sample: NDArray[np.int64] | None = None) -> Encoded:
+def encode_tiered(
+    raw: Buffer, dtype: DType, base: Buffer, exact: Exact, sample: NDArray[np.int64] | None = None
+) -> Encoded:
     """Encode an expert's block as tiers where that applies and pays, else as `encode` does.
 
     Args:
         raw, dtype, base: see `encode`.
+        exact: the coding of the exact tier.
         sample: places of elements whose coarse deltas are wanted.
     """
     from mergefs.blocks import tiers
 
-    found = tiers.encode(raw, base, dtype, sample=sample) if len(raw) >= WORTH_TIERS else None
+    found = tiers.encode(raw, base, dtype, exact, sample) if len(raw) >= WORTH_TIERS else None
     if found is None:
         return encode(raw, dtype, base)
     return Encoded(Encoding.TIERS, found.tiers, found.errors, found.sampled if len(found.tiers) > 1 else None)

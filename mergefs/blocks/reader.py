@@ -116,7 +116,8 @@ class BlockReader:
             CorruptionError: when the block is missing, damaged, or not what its id says.
             BudgetExceededError: see `ReadCounter.add`.
         """
-        record, payloads = self._payloads(block, kind)
+        locations, payloads = self.read_payloads(block, kind)
+        record = locations[0].record
         return self._decoded(record, payloads, self._base(record, kind, known))
 
     def read_with_depths(
@@ -132,7 +133,8 @@ class BlockReader:
         """
         from mergefs.blocks import tiers
 
-        record, payloads = self._payloads(block, kind)
+        locations, payloads = self.read_payloads(block, kind)
+        record = locations[0].record
         base = self._base(record, kind, known)
         raw = self._decoded(record, payloads, base)
         if base is None or record.encoding != codecs.Encoding.TIERS or len(payloads) == 1:
@@ -193,7 +195,8 @@ class BlockReader:
         """
         from mergefs.blocks import tiers
 
-        record, payloads = self._payloads(block, kind, depth)
+        locations, payloads = self.read_payloads(block, kind, depth)
+        record = locations[0].record
         if record.encoding != codecs.Encoding.TIERS or not depth < record.tiers:
             raise CorruptionError(f"block {block.hex()} has no {depth} coarse tiers: the plan is for other packs")
         base = self._base(record, kind, known)
@@ -214,8 +217,15 @@ class BlockReader:
             )
         return self.read(record.base, kind)
 
-    def _payloads(self, block: bytes, kind: Kind, depth: int | None = None) -> tuple[Record, list[bytes]]:
-        """Return a block's first record, and the payloads of its first `depth` tiers (all when None)."""
+    def read_payloads(
+        self, block: bytes, kind: Kind, depth: int | None = None
+    ) -> tuple[tuple[Location, ...], list[bytes]]:
+        """Return where all of a block's tiers lie, and the payloads of its first `depth` ones (all when None).
+
+        Raises:
+            CorruptionError: when the block is missing, or a payload is not what was written.
+            BudgetExceededError: see `ReadCounter.add`.
+        """
         locations = self._catalog.tiers(block)
         payloads: list[bytes] = []
         moved: Location | None = None
@@ -234,7 +244,7 @@ class BlockReader:
                 moved = lost
                 locations = self._catalog.tiers(block)
                 continue
-            return locations[0].record, payloads
+            return locations, payloads
 
     def _payload(self, location: Location, kind: Kind) -> bytes:
         record = location.record

@@ -85,8 +85,7 @@ class BlockWriter:
             self._new.add(block)
         tiers = len(encoded.payloads)
         for tier, payload in enumerate(encoded.payloads):
-            # Tiers of one depth lie together, and apart from blocks that are read whole or not at all.
-            self._pack(tier if tiers > 1 else _WHOLE).append(
+            self._pack(depth_of(tier, tiers)).append(
                 block,
                 payload,
                 raw_length=raw_length,
@@ -150,13 +149,30 @@ class BlockWriter:
         self._catalog.write(lambda txn: self._register(txn, finished))
 
     def _register(self, txn: Transaction, finished: list[tuple[bytes, PackWriter]]) -> None:
-        # Files get their names inside the transaction: gc looks for packs that nobody knows inside one too,
-        # and so can never take these for orphans. A second run (after the map grew) finds them moved, unless
-        # gc came in between, to which they were orphans then.
         for identity, pack in finished:
-            if pack.path.exists():
-                self._backend.adopt(pack_name(identity), pack.path)
-            elif not self._backend.exists(pack_name(identity)):
-                raise BlocksCollectedError(f"pack {identity.hex()} was collected before it was entered")
+            adopt(self._backend, identity, pack.path)
         put_packs(txn, ((identity, pack.size, pack.records) for identity, pack in finished))
         self._lease.claim(txn, {record.block for _, pack in finished for record in pack.records})
+
+
+def depth_of(tier: int, tiers: int) -> int:
+    """Return which of the packs that are open together a payload belongs in.
+
+    Tiers of one depth lie together, and apart from blocks that are read whole or not at all.
+    """
+    return tier if tiers > 1 else _WHOLE
+
+
+def adopt(backend: Backend, pack: bytes, path: Path) -> None:
+    """Give the file of a finished pack its name, inside the transaction that enters it.
+
+    gc looks for packs that nobody knows inside a transaction too, and so can never take it for an orphan. A second run
+    (after the map grew) finds it moved, unless gc came in between, to which it was an orphan then.
+
+    Raises:
+        BlocksCollectedError: in that case.
+    """
+    if path.exists():
+        backend.adopt(pack_name(pack), path)
+    elif not backend.exists(pack_name(pack)):
+        raise BlocksCollectedError(f"pack {pack.hex()} was collected before it was entered")

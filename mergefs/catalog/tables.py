@@ -112,6 +112,12 @@ def put_location(txn: Transaction, pack: bytes, record: Record) -> None:
     txn.put("blocks", record.block + bytes([record.tier]), pack + record.pack()[32:])
 
 
+def holds(txn: Transaction, pack: bytes, record: Record) -> bool:
+    """Tell whether the payload that a record of a pack is of is the one that is used."""
+    value = txn.get("blocks", record.block + bytes([record.tier]))
+    return value is not None and value == pack + record.pack()[32:]
+
+
 def locations(txn: Transaction) -> Iterator[Location]:
     """Yield every location in the catalog, in the order of block ids."""
     for key, value in txn.items("blocks"):

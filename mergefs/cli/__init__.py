@@ -25,6 +25,7 @@ _COMMANDS = {
     "tag": ("models", "Give a model another name."),
     "rm": ("models", "Remove refs."),
     "gc": ("repository", "Free what nothing needs."),
+    "repack": ("repository", "Store experts smaller, or to be read faster."),
     "fsck": ("repository", "Check the repository."),
     "stats": ("repository", "Show how much the repository holds."),
 }

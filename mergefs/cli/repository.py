@@ -7,22 +7,32 @@ import sys
 
 import click
 
-from mergefs.cli.common import emit, json_option, progress, repository
+from mergefs.blocks.exact import CODINGS
+from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, threads_option
 from mergefs.gc import REWRITE_ABOVE
 from mergefs.repository import Repository
+from mergefs.store import DEFAULT_EXACT
 from mergefs.units import format_size, parse_size
 
 
 @click.command()
 @click.argument("directory")
 @click.option("--block-size", default="1MiB", show_default=True, help="Of 2-byte elements.")
+@click.option(
+    "--exact",
+    type=click.Choice(CODINGS),
+    default=DEFAULT_EXACT,
+    show_default=True,
+    help="Coding of experts' exact tiers.",
+)
 @json_option
-def init(directory: str, block_size: str, as_json: bool) -> None:
+def init(directory: str, block_size: str, exact: str, as_json: bool) -> None:
     """Make a repository in DIRECTORY, which is empty or does not exist yet."""
-    made = Repository.init(directory, parse_size(block_size))
+    made = Repository.init(directory, parse_size(block_size), exact=exact)
     value = {
         "repository": str(made.path),
         "block_size": made.config["block_size"],
+        "exact": made.exact,
         "version": made.config["version"],
     }
     made.close()
@@ -55,6 +65,28 @@ def gc(repo: str | None, dry_run: bool, rewrite_above: float, as_json: bool) -> 
             f" {report.packs_removed} packs removed, {report.packs_rewritten} rewritten;"
             f" {format_size(report.live_bytes)} are in use"
             + (f", {format_size(report.waste_bytes)} wait in packs" if report.waste_bytes else "")
+        ),
+    )
+
+
+@click.command()
+@click.option("--exact", type=click.Choice(CODINGS), help="The coding from now on; by default the one of before.")
+@threads_option
+@json_option
+@click.pass_obj
+def repack(repo: str | None, exact: str | None, threads: int | None, as_json: bool) -> None:
+    """Write the last tiers of stored experts in the repository's coding: small, or fast to read."""
+    keep_freed_memory()
+    with repository(repo) as opened, progress("repacking") as tell:
+        report = opened.repack(exact, threads=threads, progress=tell)
+    emit(
+        report,
+        as_json,
+        lambda: (
+            f"{report.blocks_repacked} blocks are '{report.exact}' now and took {report.seconds:.1f} s:"
+            f" {format_size(report.stored_bytes_before)} of packs became {format_size(report.stored_bytes_after)}"
+            if report.blocks_repacked
+            else f"every block is '{report.exact}' already"
         ),
     )
 

@@ -14,7 +14,7 @@ from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
 from mergefs.blocks.writer import BlockWriter
 from mergefs.catalog.leases import Lease
 from mergefs.dtypes import DTYPES
-from mergefs.errors import BlocksCollectedError, NotFoundError, UserError
+from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
 from mergefs.hashing import digest
 from mergefs.manifest import Blob, Manifest, Tensor
 from mergefs.merge.derive import derive, needs_arithmetic, output_dtype
@@ -189,6 +189,7 @@ def materialize(
     Raises:
         NotFoundError: when there is no ref of that name.
         UserError: when the model is no merge.
+        BudgetError: when experts that were repacked since take more than the budget of its plan.
     """
     began = time.monotonic()
     identity = store.resolve(name)
@@ -206,7 +207,13 @@ def materialize(
         before = entry.get("merge", {})
         kept = {"refines": before["refines"]} if "refines" in before else {}
         figures = _Figures(name, began, plan.budget, raw, before.get("predicted_error"), kept)
-        return run.eager(figures, progress)
+        try:
+            return run.eager(figures, progress)
+        except BudgetExceededError as error:
+            raise BudgetError(
+                f"'{name}' cannot be stored within its budget of {plan.budget} bytes any more, since its experts were"
+                " repacked: merge it again, or repack with --exact small"
+            ) from error
 
 
 def refine(

@@ -72,25 +72,27 @@ def by_tiers(
     """
     count, depths = error.shape
     every = np.arange(count)
-    at = floor.copy()
+    costs, errors = np.ascontiguousarray(cost.T), np.ascontiguousarray(error.T)
+    at = floor.astype(np.int8)
+    last = tiers.astype(np.int8)
     limit = np.full(count, np.inf)
-    steps = np.arange(depths)[None, :]
-    found: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+    found: list[tuple[NDArray[np.int64], NDArray[np.int8], NDArray[np.int8], NDArray[np.float64]]] = []
     for _ in range(depths - 1):
-        gain = error[every, at][:, None] - error
-        price = np.maximum(cost - cost[every, at][:, None], 1)
-        reachable = (steps > at[:, None]) & (steps <= tiers[:, None])
-        slope = np.where(reachable & np.isfinite(gain), gain / price, -1.0)
+        cost_here, error_here = costs[at, every], errors[at, every]
+        best, target = np.full(count, -1.0), at.copy()
         # Of equally steep segments the longest, so that what costs nothing more is taken along.
-        target = depths - 1 - np.argmax(slope[:, ::-1], axis=1)
+        for deeper in range(depths - 1, 0, -1):
+            slope = (error_here - errors[deeper]) / np.maximum(costs[deeper] - cost_here, 1)
+            steeper = (slope > best) & np.isfinite(slope) & (deeper > at) & (deeper <= last)
+            best[steeper], target[steeper] = slope[steeper], deeper
         # Rounding must not make a later segment of a row look better than an earlier one.
-        best = np.minimum(slope[every, target], limit)
+        best = np.minimum(best, limit)
         moves = best >= 0.0
         limit = np.where(moves, best, -1.0)
         found.append((every[moves], at[moves], target[moves], best[moves]))
         at = np.where(moves, target, at)
     row, start, end, slopes = (np.concatenate(part) for part in zip(*found, strict=True))
-    return _sorted(cost, error, floor, row, start, end, slopes)
+    return _sorted(cost, error, floor, row, start.astype(np.int64), end.astype(np.int64), slopes)
 
 
 def by_blocks(

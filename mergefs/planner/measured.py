@@ -71,11 +71,11 @@ class Measurer:
     def threshold(self, expert: int, tensor: Tensor, rank: int) -> float:
         """Return the magnitude of the `rank`-th largest |delta| of a tensor: exact, or, under a budget where the
         catalog does not know it, the lower end of its histogram bin (less than 1 % too low)."""
-        statistics = self.statistics(expert, tensor.name)
-        exact = statistics.threshold(rank)
+        distribution = self.statistics(expert, tensor.name).distribution
+        exact = distribution.threshold(rank)
         if exact is not None:
             return exact
-        where = statistics.bin_of_rank(rank)
+        where = distribution.bin_of_rank(rank)
         assert where is not None
         identity = self._experts[expert]
         key = statistics_key(identity, self._base, tensor.name) + rank.to_bytes(8, "big")
@@ -84,8 +84,8 @@ class Measurer:
         if kept is not None:
             return float(np.frombuffer(kept, "<f4")[0])
         if not self._affords(expert, tensor.name):
-            return bin_value(int(statistics.bins[where[0]]))
-        found = self._search(identity, tensor.name, int(statistics.bins[where[0]]), where[1])
+            return bin_value(int(distribution.bins[where[0]]))
+        found = self._search(identity, tensor.name, int(distribution.bins[where[0]]), where[1])
         self._store.catalog.write(lambda txn: txn.put("thresholds", key, found.tobytes()))
         return float(found)
 
@@ -111,15 +111,16 @@ class Measurer:
         twin = self._store.manifest(self._base).tensor_by_name[name]
         collector = Collector(tensor.elements)
         for number, (first, stop) in enumerate(tensor.grid(self._store.block_elements).elements()):
+            sample = positions(tensor.elements, first, stop)
             if tensor.blocks[number] == twin.blocks[number] and tensor.dtype is twin.dtype:
-                collector.add(unchanged_block(first, stop - first))
+                collector.add(unchanged_block(stop - first, sample))
                 continue
-            depths, base = self._pair(tensor, twin, number, positions(first, stop))
+            depths, base = self._pair(tensor, twin, number, sample)
             root = base if depths.root is None else depths.root
             collector.add(
-                measure_block(depths.raw, tensor.dtype, base, twin.dtype, first),
+                measure_block(depths.raw, tensor.dtype, base, twin.dtype, first, sample),
                 depths.errors,
-                coarse_sample(depths.sampled, root, tensor.dtype, base, twin.dtype, first),
+                coarse_sample(depths.sampled, root, tensor.dtype, base, twin.dtype, sample),
             )
         with self._store.catalog.read() as txn:
             found = with_stored_bytes(txn, collector.finish(), tensor, twin)

@@ -35,7 +35,7 @@ class _Sampled:
         number: of the tensor among the candidates'.
         block: int64[m]: which block each element lies in.
         deltas: float32[experts, depths, m]: by depth, from unread to exact.
-        weight: float64[m]: the importance of each.
+        weight: float64[m]: how many elements each stands for, times their importance.
         exact: float64[m]: the merged delta.
     """
 
@@ -72,7 +72,7 @@ class Simulation:
         self._method = method
         self._experts = tuple(e for e in range(len(plan.experts)) if plan.weights[e] != 0.0)
         large = [item for item in tensors if item[1].elements >= SKETCHED_FROM]
-        total = sum(len(positions(0, tensor.elements)) for _, tensor, _ in large)
+        total = sum(len(positions(tensor.elements, 0, tensor.elements)) for _, tensor, _ in large)
         self._stride = max(1, -(-total * len(self._experts) // MOST))
         self._parts = []
         for number, tensor, planned in large:
@@ -116,14 +116,15 @@ class Simulation:
         block_elements: int,
         weight: NDArray[np.float64],
     ) -> _Sampled:
-        places = positions(0, tensor.elements)[:: self._stride]
+        places = positions(tensor.elements, 0, tensor.elements)[:: self._stride]
         block = tensor.grid(block_elements).numbers(places)
         deltas = np.zeros((len(self._experts), TIERS + 1, len(places)), np.float32)
         for row, expert in enumerate(self._experts):
-            sample = measured.statistics(expert, tensor.name).sample[:: self._stride]
+            sample = measured.statistics(expert, tensor.name).distribution.sample[:: self._stride]
             deltas[row, 1:] = from_bfloat16(sample).T
         exact = self._merge(planned, deltas[:, -1].copy())
-        return _Sampled(planned, number, block, deltas, weight[block], exact)
+        each = tensor.elements / max(1, len(places))
+        return _Sampled(planned, number, block, deltas, each * weight[block], exact)
 
     def _merge(self, planned: TensorPlan, deltas: NDArray[np.float32]) -> NDArray[np.float64]:
         base = np.zeros(deltas.shape[1], np.float64)

@@ -13,8 +13,16 @@ from mergefs.blocks.floats import to_float, unsigned
 from mergefs.blocks.tiers.layout import COARSE_TIERS
 from mergefs.dtypes import DType
 from mergefs.hashing import Buffer, Hasher
-from mergefs.statistics.sample import positions, to_bfloat16
-from mergefs.statistics.tensor import BLOCK, SKETCH_SIZE, SKETCHED_FROM, TIERS, TensorStatistics, trim_rank
+from mergefs.statistics.sample import to_bfloat16
+from mergefs.statistics.tensor import (
+    BLOCK,
+    SKETCH_SIZE,
+    SKETCHED_FROM,
+    TIERS,
+    Distribution,
+    TensorStatistics,
+    trim_rank,
+)
 
 DENSITIES = tuple(i / 100 for i in range(1, 100))
 """The trim thresholds of these densities are stored exactly."""
@@ -40,19 +48,21 @@ class BlockMeasure:
     inexact: NDArray[np.uint32] | None = None
 
 
-def unchanged_block(first: int, elements: int) -> BlockMeasure:
-    """Return the measure of a block that equals the base's; its first element has the number `first`."""
-    sample = np.zeros(len(positions(first, first + elements)), np.float32)
-    return BlockMeasure(0.0, 0.0, 0.0, elements, elements, sample)
+def unchanged_block(elements: int, sample: NDArray[np.int64]) -> BlockMeasure:
+    """Return the measure of a block that equals the base's."""
+    return BlockMeasure(0.0, 0.0, 0.0, elements, elements, np.zeros(len(sample), np.float32))
 
 
-def measure_block(raw: Buffer, dtype: DType, base: Buffer, base_dtype: DType, first: int) -> BlockMeasure:
+def measure_block(
+    raw: Buffer, dtype: DType, base: Buffer, base_dtype: DType, first: int, sample: NDArray[np.int64]
+) -> BlockMeasure:
     """Measure the delta of one block.
 
     Args:
         raw, base: the bytes of the expert's block and of the base's, n elements each.
         dtype, base_dtype: their element types, both floats.
         first: the number of the block's first element in its tensor.
+        sample: which elements are sampled, counted from there.
     """
     from mergefs.blocks import kernels
 
@@ -65,18 +75,22 @@ def measure_block(raw: Buffer, dtype: DType, base: Buffer, base_dtype: DType, fi
         values, below = (
             to_float(data, of).astype(np.float32, copy=False) for data, of in ((raw, dtype), (base, base_dtype))
         )
-        places = positions(first, first + values.size)
-        sample = values[places] - below[places]
+        sampled = values[sample] - below[sample]
     inexact = np.empty(values.size + 1, np.uint32)
     energy, inner, largest, _, count = kernels.measure(values, below, first, _signs(), histogram, sketch, inexact)
-    sample[~np.isfinite(sample)] = 0.0
+    sampled[~np.isfinite(sampled)] = 0.0
     return BlockMeasure(
-        energy, inner, float(largest), unchanged, values.size, sample, histogram, sketch, inexact[:count].copy()
+        energy, inner, float(largest), unchanged, values.size, sampled, histogram, sketch, inexact[:count].copy()
     )
 
 
 def coarse_sample(
-    sampled: NDArray[np.float32] | None, root: Buffer, dtype: DType, base: Buffer, base_dtype: DType, first: int
+    sampled: NDArray[np.float32] | None,
+    root: Buffer,
+    dtype: DType,
+    base: Buffer,
+    base_dtype: DType,
+    sample: NDArray[np.int64],
 ) -> NDArray[np.float32] | None:
     """Return the sampled elements' coarse deltas from the base, given those from the block it is encoded against.
 
@@ -84,13 +98,12 @@ def coarse_sample(
         sampled: float32[sample, 3]: deltas from `root`, or None.
         root, dtype: the bytes of the block that it is encoded against, of the expert's dtype.
         base, base_dtype: the bytes of the base's block.
-        first: the number of the block's first element in its tensor.
+        sample: which elements are sampled.
     """
     if sampled is None or root is base:
         return sampled
-    places = positions(first, first + len(base) // base_dtype.itemsize)
     with np.errstate(over="ignore", invalid="ignore"):
-        apart = to_float(root, dtype)[places] - to_float(base, base_dtype)[places]
+        apart = to_float(root, dtype)[sample] - to_float(base, base_dtype)[sample]
     return np.asarray(sampled + apart[:, None].astype(np.float32))
 
 
@@ -149,10 +162,7 @@ class Collector:
         inexact = np.bincount(magnitudes >> 16, minlength=1 << 15)[bins].astype("<u8")
         if self._inexact_count > _INEXACT_LIMIT:
             inexact = np.where(inexact > 0, counts, 0).astype("<u8")
-        found = TensorStatistics(
-            self._elements,
-            np.array(self._rows, BLOCK),
-            to_bfloat16(np.array(self._sketches).reshape(len(self._sketches), SKETCH_SIZE)),
+        found = Distribution(
             to_bfloat16(np.concatenate([np.empty((0, TIERS), np.float32), *self._sample])),
             bins,
             counts.astype("<u8"),
@@ -160,16 +170,20 @@ class Collector:
             np.empty(0, "<u8"),
             np.empty(0, "<f4"),
         )
-        if self._inexact_count > _INEXACT_LIMIT:
-            return found
         ranks, thresholds = [], []
-        for rank in sorted({trim_rank(density, self._elements) for density in DENSITIES}):
-            where = found.bin_of_rank(rank)
-            if where is not None and where[1] <= int(inexact[where[0]]):
-                end = int(np.searchsorted(magnitudes, (int(bins[where[0]]) + 1) << 16))
-                ranks.append(rank)
-                thresholds.append(magnitudes[end - where[1]])
-        return replace(found, ranks=np.array(ranks, "<u8"), thresholds=np.array(thresholds, np.uint32).view("<f4"))
+        if self._inexact_count <= _INEXACT_LIMIT:
+            for rank in sorted({trim_rank(density, self._elements) for density in DENSITIES}):
+                where = found.bin_of_rank(rank)
+                if where is not None and where[1] <= int(inexact[where[0]]):
+                    end = int(np.searchsorted(magnitudes, (int(bins[where[0]]) + 1) << 16))
+                    ranks.append(rank)
+                    thresholds.append(magnitudes[end - where[1]])
+        return TensorStatistics.make(
+            self._elements,
+            np.array(self._rows, BLOCK),
+            to_bfloat16(np.array(self._sketches).reshape(len(self._sketches), SKETCH_SIZE)),
+            replace(found, ranks=np.array(ranks, "<u8"), thresholds=np.array(thresholds, np.uint32).view("<f4")),
+        )
 
 
 def _bins_only(parts: list[NDArray[np.uint32]]) -> NDArray[np.uint32]:

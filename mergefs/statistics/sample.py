@@ -6,20 +6,33 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-EVERY = 1 << 13
-"""One of so many elements is sampled."""
+LEAST_RUN = 1 << 13
+"""Of so many elements at least one is sampled,"""
+
+MOST_SAMPLED = 1 << 10
+"""and of a tensor no more than so many in all."""
 
 
-def positions(first: int, stop: int) -> NDArray[np.int64]:
-    """Return which elements of a tensor from number `first` to `stop` are in its sample, counted from `first`.
+def run_length(elements: int) -> int:
+    """Return of how many elements of a tensor one is sampled: a power of two."""
+    return max(LEAST_RUN, 1 << (-(-elements // MOST_SAMPLED) - 1).bit_length())
 
-    One of each run of `EVERY` elements, at a place that depends on the run's number alone.
+
+def positions(elements: int, first: int, stop: int) -> NDArray[np.int64]:
+    """Return which elements from number `first` to `stop` are in a tensor's sample, counted from `first`.
+
+    One of each run of `run_length` elements, at a place that depends on the run's number alone.
+
+    Args:
+        elements: of the tensor.
+        first, stop: a part of it.
     """
-    runs = np.arange(first // EVERY, -(-stop // EVERY), dtype=np.uint64)
+    length = run_length(elements)
+    runs = np.arange(first // length, -(-stop // length), dtype=np.uint64)
     with np.errstate(over="ignore"):
         h = runs * np.uint64(0x9E3779B97F4A7C15)
         h = ((h ^ (h >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)) >> np.uint64(32)
-    found = (runs * np.uint64(EVERY) + h % np.uint64(EVERY)).astype(np.int64) - first
+    found = (runs * np.uint64(length) + h % np.uint64(length)).astype(np.int64) - first
     return found[(found >= 0) & (found < stop - first)]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import get_location, get_tiers
-from mergefs.manifest import Tensor
-from mergefs.statistics.tensor import TensorStatistics
+from mergefs.manifest import Manifest, Tensor
+from mergefs.statistics.tensor import TensorStatistics, statistics_key
 
 
 def with_stored_bytes(txn: Transaction, statistics: TensorStatistics, tensor: Tensor, twin: Tensor) -> TensorStatistics:
@@ -21,6 +23,18 @@ def with_stored_bytes(txn: Transaction, statistics: TensorStatistics, tensor: Te
         if block is not None and below is not None and (block != below or tensor.dtype is not twin.dtype):
             found[number] = tier_bytes(txn, bytes.fromhex(block), bytes.fromhex(below))
     return statistics.with_bytes(found)
+
+
+def refresh_stored_bytes(txn: Transaction, expert: Manifest, base: Manifest) -> None:
+    """Put what the catalog says of the bytes of an expert's blocks into its statistics against a base."""
+    for tensor in expert.tensors:
+        key = statistics_key(expert.id, base.id, tensor.name)
+        value = txn.get("statistics", key)
+        found = None if value is None else TensorStatistics.decode(value)
+        if found is not None:
+            fresh = with_stored_bytes(txn, found, tensor, base.tensor_by_name[tensor.name])
+            if not np.array_equal(fresh.blocks["bytes"], found.blocks["bytes"]):
+                txn.put("statistics", key, fresh.encode())
 
 
 def tier_bytes(txn: Transaction, block: bytes, below: bytes) -> tuple[int, ...]:

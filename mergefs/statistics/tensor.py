@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -15,7 +16,6 @@ from mergefs.blocks.tiers.layout import COARSE_TIERS
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import name_key
 from mergefs.errors import CorruptionError
-from mergefs.hashing import Buffer
 
 TIERS = COARSE_TIERS + 1
 
@@ -39,29 +39,21 @@ SKETCHED_FROM = 1 << 14
 
 _HEADER = struct.Struct("<4sIIIIIQ")
 _MAGIC = b"mst3"
-_OLDER = (b"mst1", b"mst2")
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 @dataclass(frozen=True)
-class TensorStatistics:
-    """Statistics of one tensor of one expert against a base.
+class Distribution:
+    """How the elements of one tensor's delta are distributed.
 
     Attributes:
-        elements: of the tensor.
-        blocks: array of `BLOCK`, one for each block.
-        sketches: uint16[blocks, 128] or [0, 128]: bfloat16 bits of a count sketch of each block's delta. The inner
-            product of two blocks' sketches estimates the inner product of their deltas with a standard error
-            of at most |a| |b| sqrt(2 / 128).
         sample: uint16[elements sampled, 4]: bfloat16 bits of the deltas that the sampled elements (see `sample.py`)
             have after 1, 2 and 3 tiers, and exactly.
         bins, counts, inexact: the histogram of |delta|: the upper 16 bits of the float32 magnitude (uint16,
-            ascending), elements in that bin, and how many of them are not equal to the bin's lowest value.
+            ascending), elements in that bin (uint64), and how many of them are not equal to the bin's lowest value.
         ranks, thresholds: uint64 and float32; the exact magnitude of the k-th largest |delta| for some k.
     """
 
-    elements: int
-    blocks: NDArray[Any]
-    sketches: NDArray[np.uint16]
     sample: NDArray[np.uint16]
     bins: NDArray[np.uint16]
     counts: NDArray[np.uint64]
@@ -93,6 +85,68 @@ class TensorStatistics:
         known = np.flatnonzero(self.ranks == rank)
         return float(self.thresholds[known[0]]) if len(known) else None
 
+    def _pack(self) -> bytes:
+        """Return the arrays as they are compressed: byte planes, of bins the differences."""
+        gaps = np.diff(self.bins, prepend=np.uint16(0)).astype("<u2")
+        numbers = np.concatenate([self.counts, self.inexact, self.ranks]).astype("<u8")
+        planes = (array.view(np.uint8).reshape(len(array), array.itemsize).T.tobytes() for array in (gaps, numbers))
+        return self.sample.astype("<u2").T.tobytes() + b"".join(planes) + self.thresholds.astype("<f4").tobytes()
+
+    @classmethod
+    def _unpack(cls, data: bytes, sampled: int, bins: int, ranks: int) -> Self:
+        if len(data) != 2 * TIERS * sampled + 18 * bins + 12 * ranks:
+            raise ValueError("arrays of another size than the header says")
+        at = 2 * TIERS * sampled
+        sample = np.frombuffer(data, "<u2", TIERS * sampled).reshape(TIERS, sampled).T
+        gaps = np.frombuffer(data, np.uint8, 2 * bins, at).reshape(2, bins).T.copy().view("<u2").ravel()
+        at += 2 * bins
+        count = 2 * bins + ranks
+        numbers = np.frombuffer(data, np.uint8, 8 * count, at).reshape(8, count).T.copy().view("<u8").ravel()
+        counts, inexact, known = numbers[:bins], numbers[bins : 2 * bins], numbers[2 * bins :]
+        thresholds = np.frombuffer(data, "<f4", ranks, at + 8 * count)
+        return cls(sample, np.cumsum(gaps, dtype="<u2"), counts, inexact, known, thresholds)
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """Statistics of one tensor of one expert against a base.
+
+    Attributes:
+        elements: of the tensor.
+        blocks: array of `BLOCK`, one for each block.
+        sketches: uint16[blocks, 128] or [0, 128]: bfloat16 bits of a count sketch of each block's delta. The inner
+            product of two blocks' sketches estimates the inner product of their deltas with a standard error
+            of at most |a| |b| sqrt(2 / 128).
+        counts: how many elements are sampled, and how many bins and ranks the distribution has.
+        packed: the distribution in a zstd frame; see `distribution`, which not every plan needs.
+    """
+
+    elements: int
+    blocks: NDArray[Any]
+    sketches: NDArray[np.uint16]
+    counts: tuple[int, int, int]
+    packed: bytes
+
+    @classmethod
+    def make(
+        cls, elements: int, blocks: NDArray[Any], sketches: NDArray[np.uint16], distribution: Distribution
+    ) -> Self:
+        """Return the statistics with this distribution."""
+        counts = len(distribution.sample), len(distribution.bins), len(distribution.ranks)
+        return cls(elements, blocks, sketches, counts, bytes(zstd.compress(distribution._pack(), 1)))
+
+    @cached_property
+    def distribution(self) -> Distribution:
+        """How the delta's elements are distributed.
+
+        Raises:
+            CorruptionError: when the value is damaged.
+        """
+        try:
+            return Distribution._unpack(bytes(zstd.decompress(self.packed)), *self.counts)
+        except (ValueError, RuntimeError) as error:
+            raise CorruptionError(f"the catalog's statistics of a tensor are damaged: {error}") from error
+
     def with_bytes(self, bytes_of: Mapping[int, tuple[int, ...]]) -> Self:
         """Return the same with other tiers' bytes of some blocks.
 
@@ -106,54 +160,28 @@ class TensorStatistics:
 
     def encode(self) -> bytes:
         """Return the catalog's value."""
-        counts = (len(array) for array in (self.blocks, self.sketches, self.sample, self.bins, self.ranks))
-        head = _HEADER.pack(_MAGIC, *counts, self.elements)
-        arrays = (
-            self.blocks,
-            self.sketches,
-            self.sample,
-            self.bins,
-            self.counts,
-            self.inexact,
-            self.ranks,
-            self.thresholds,
-        )
-        return bytes(zstd.compress(head + b"".join(a.tobytes() for a in arrays), 1))
+        head = _HEADER.pack(_MAGIC, len(self.blocks), len(self.sketches), *self.counts, self.elements)
+        return head + self.blocks.tobytes() + self.sketches.tobytes() + self.packed
 
     @classmethod
-    def decode(cls, value: Buffer) -> Self | None:
+    def decode(cls, value: bytes) -> Self | None:
         """Read the catalog's value; None when an earlier mergefs wrote it, which counts as if there were none.
 
         Raises:
             CorruptionError: when it is damaged.
         """
         try:
-            data = bytes(zstd.decompress(value))
-            if data[:4] in _OLDER:
-                return None
-            magic, blocks, sketches, sampled, bins, ranks, elements = _HEADER.unpack_from(data)
+            if value[:4] == _ZSTD_MAGIC:
+                return None  # mst1 and mst2 were one frame
+            magic, blocks, sketches, *counts, elements = _HEADER.unpack_from(value)
             if magic != _MAGIC:
                 raise ValueError("wrong magic")
             at = _HEADER.size
-
-            def take(dtype: Any, count: int) -> NDArray[Any]:
-                nonlocal at
-                array = np.frombuffer(data, dtype, count, at)
-                at += array.nbytes
-                return array
-
-            return cls(
-                elements,
-                take(BLOCK, blocks),
-                take("<u2", sketches * SKETCH_SIZE).reshape(sketches, SKETCH_SIZE),
-                take("<u2", sampled * TIERS).reshape(sampled, TIERS),
-                take("<u2", bins),
-                take("<u8", bins),
-                take("<u8", bins),
-                take("<u8", ranks),
-                take("<f4", ranks),
-            )
-        except (ValueError, RuntimeError, struct.error) as error:
+            rows = np.frombuffer(value, BLOCK, blocks, at)
+            at += rows.nbytes
+            lanes = np.frombuffer(value, "<u2", sketches * SKETCH_SIZE, at).reshape(sketches, SKETCH_SIZE)
+            return cls(elements, rows, lanes, tuple(counts), value[at + lanes.nbytes :])
+        except (ValueError, struct.error) as error:
             raise CorruptionError(f"the catalog's statistics of a tensor are damaged: {error}") from error
 
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergefs.blocks.exact import Exact as Exact
 from mergefs.dtypes import DType
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
 
 if TYPE_CHECKING:
     from mergefs.blocks.tiers.encoder import Encoded
-
-Exact = Literal["fast", "small"]
-"""The codings of the exact tier: zstd's decoding speed, or an entropy coder with context."""
 
 PAYS = 0.66
 """All tiers together may take this share of the raw bytes: a bf16 block takes about as much without any base."""
@@ -115,6 +113,32 @@ def decode(tiers: Sequence[Buffer], base: Buffer) -> memoryview:
 
     try:
         return memoryview(decoder.exact(tiers, bits).view(np.uint8))
+    except (ValueError, RuntimeError) as error:
+        raise CorruptionError(f"a block's tiers do not decode: {error}") from error
+
+
+def coding(head: Buffer) -> Exact | None:
+    """Return the coding of an exact tier, from the beginning of its payload; None where that is too little to say."""
+    from mergefs.blocks.tiers import recoder
+
+    return recoder.coding(memoryview(head).cast("B"))
+
+
+def recode(tiers: Sequence[Buffer], base: Buffer, exact: Exact) -> bytes:
+    """Return the exact tier of a block in a coding; it takes the place of the last of the tiers, the others stay.
+
+    Args:
+        tiers: all tiers of the block.
+        base: the bytes of its base block.
+        exact: the coding.
+
+    Raises:
+        CorruptionError: see `decode`, also for damage that it finds only by the block's id.
+    """
+    from mergefs.blocks.tiers import recoder
+
+    try:
+        return recoder.recode(tiers, _bits(base), exact)
     except (ValueError, RuntimeError) as error:
         raise CorruptionError(f"a block's tiers do not decode: {error}") from error
 

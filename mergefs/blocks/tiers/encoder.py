@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mergefs.blocks.exact import Exact
 from mergefs.blocks.tiers import choice, coarse, exact_fast, exact_small
 from mergefs.blocks.tiers.kernels import quantise, rests, runs
 from mergefs.blocks.tiers.layout import ALL_CLASSES, COARSE_TIERS, RUN, Header, Kind, write_mask
@@ -40,7 +41,11 @@ SMALLEST_RMS = 2.0**-90
 LARGEST_BITS = 0x7F00
 """Magnitudes from here on are infinite, not a number, or so large that a prediction could overflow."""
 
-Exact = Literal["fast", "small"]
+EXACT_WRITERS: Mapping[Exact, Callable[[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.int8]], bytes]] = {
+    "fast": exact_fast.write,
+    "small": exact_small.write,
+}
+"""What writes the exact tier of each coding, from the zigzag rests, the base's bits and the quantised magnitudes."""
 
 NO_SAMPLE = np.empty(0, np.int64)
 
@@ -72,7 +77,6 @@ def encode(
         exact: the coding of the exact tier.
         sample: places of elements whose coarse deltas are wanted.
     """
-    write_exact = {"fast": exact_fast.write, "small": exact_small.write}[exact]
     if expert.size != base.size:
         raise ValueError("a block and its base differ in length")
     mask = np.empty(-(-base.size // RUN), np.uint8)
@@ -98,7 +102,7 @@ def encode(
     predicted, rest = room("predicted", base.size, np.uint16), room("rests", base.size, np.uint16)
     choice.predict(base, q, prediction.codes, prediction.unit, predicted)
     rests.take(expert, predicted, q, rest)
-    tiers.append(write_exact(rest, base, q))
+    tiers.append(EXACT_WRITERS[exact](rest, base, q))
     tiers[0] = before + tiers[0]
     return Encoded(tuple(tiers), (*errors, 0.0), finite, sampled)
 

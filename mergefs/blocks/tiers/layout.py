@@ -97,6 +97,19 @@ def read_sized(payload: memoryview, start: int) -> tuple[memoryview, int]:
     return cut(payload, start + 4, size), start + 4 + size
 
 
+def header_start(payload: memoryview) -> int:
+    """Return where the header of a first payload begins, from its first bytes: behind the mask where it has one.
+
+    Where these are too few to say, that is behind their end.
+    """
+    if not payload or payload[0] != MASK:
+        return 0
+    if len(payload) < _MASK_HEADER.size:
+        return len(payload)
+    _, size = _MASK_HEADER.unpack_from(payload)
+    return _MASK_HEADER.size + int(size)
+
+
 def write_mask(mask: NDArray[np.uint8]) -> bytes:
     """Return the mask of changed runs (uint8[ceil(n / 64)], 0 or 1) as it stands before the first payload."""
     frame = compress(np.packbits(mask))

@@ -1,0 +1,24 @@
+"""The codings of the exact tier by name. Apart from the tiers, so that opening a repository does not load them."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from mergefs.errors import UserError
+
+Exact = Literal["fast", "small"]
+"""The codings of the exact tier: zstd's decoding speed, or an entropy coder with context."""
+
+CODINGS: tuple[Exact, ...] = get_args(Exact)
+
+
+def check_exact(name: str) -> Exact:
+    """Return a coding's name as one.
+
+    Raises:
+        UserError: when there is no such coding.
+    """
+    for known in CODINGS:
+        if name == known:
+            return known
+    raise UserError(f"the exact tier has no coding {name!r}: choose one of {', '.join(CODINGS)}")

@@ -1,0 +1,41 @@
+"""From one coding of the exact tier to another, with the coarse tiers as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mergefs.blocks.exact import Exact
+from mergefs.blocks.tiers.decoder import Opened
+from mergefs.blocks.tiers.encoder import EXACT_WRITERS
+from mergefs.blocks.tiers.layout import Kind, header_start
+from mergefs.hashing import Buffer
+
+_CODINGS: dict[int, Exact] = {Kind.FAST: "fast", Kind.SMALL: "small"}
+
+
+def coding(head: memoryview) -> Exact | None:
+    """Return the coding of an exact tier from the beginning of its payload; None where that does not say."""
+    start = header_start(head)
+    return _CODINGS.get(head[start]) if start < len(head) else None
+
+
+def recode(tiers: Sequence[Buffer], base: NDArray[np.uint16], exact: Exact) -> bytes:
+    """Return the exact tier of a block in a coding, from all of its tiers.
+
+    Nothing is quantised anew: the coarse tiers may be those of another encoder.
+
+    Raises:
+        ValueError, RuntimeError: when the tiers do not fit the block.
+    """
+    opened = Opened(tiers, base)
+    if opened.exact is None:
+        raise ValueError("the exact tier is missing")
+    q, contents = opened.unpack()
+    rests = opened.exact.rests(contents, opened.base, q)
+    payload = EXACT_WRITERS[exact](rests, opened.base, q)
+    # An exact tier that is alone has the mask before it.
+    last = memoryview(tiers[-1]).cast("B")
+    return bytes(last[: header_start(last)]) + payload
