@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from mergefs.blocks import tiers, zstd_frames
-from mergefs.blocks.tiers import choice, encoder
+from mergefs.blocks.tiers import encoder
 from mergefs.blocks.tiers.codec import TieredDelta
-from mergefs.blocks.tiers.kernels import plain, symbols, wide
+from mergefs.blocks.tiers.kernels import plain, streams, symbols, wide
 from mergefs.dtypes import DTYPES
 from mergefs.errors import CorruptionError
 
@@ -303,44 +303,149 @@ def test_truncated_and_misplaced_tiers() -> None:
         tiers.decode(sound, (base ^ 0x0080).tobytes())
 
 
+def words(n: int, fill: int = 0) -> list[NDArray[np.uint64]]:
+    """Return room for the three streams of a tier of n elements."""
+    return [np.full(n // 64 + 2, fill, np.uint64) for _ in range(3)]
+
+
+def unpacked(stream: NDArray[np.uint64], count: int) -> NDArray[np.uint8]:
+    """Return the first bits of a stream."""
+    return np.unpackbits(stream.view(np.uint8), count=count, bitorder="little")
+
+
+def largest_code(unit: float, grid: int) -> int:
+    """Return the largest code that a tier may have."""
+    limit = 1.5 * 2.0 ** (max(grid, 2) - 128) / float(unit)
+    return int(min(np.ceil(limit) - 1, 255))
+
+
 @quick
 @given(st.integers(0, 300) | st.integers(8000, 40000), st.integers(0, 2**32 - 1), st.integers(0, 255))
 def test_both_forms_of_a_loop_agree(n: int, seed: int, limit: int) -> None:
-    """The vector instructions and the plain loops give the same bytes and the same values."""
+    """Vectors and words give the same bytes and the same values as the plain loops."""
     random = np.random.default_rng(seed)
     base = bf16(random.normal(0, 0.05, n))
     expert = bf16(value(base) + random.normal(0, 3e-3, n))
     before = random.integers(-3, 4, n).astype(np.int8)
-    q = (2 * before + np.where(before < 0, -1, 1) * random.integers(0, 2, n)).astype(np.int8)
-    codes, unit = np.uint64(random.integers(0, 2**63)), np.float32(2.0**-14)
+    sign = np.where(before == 0, random.choice([-1, 1], n), np.sign(before))
+    q = (2 * before + sign * random.integers(0, 2, n)).astype(np.int8)
+    unit = np.float32(2.0**-14)
+    codes = np.uint64(
+        int.from_bytes(random.integers(0, largest_code(unit, limit) + 1, 8, np.uint8).tobytes(), "little")
+    )
     results: list[list[Any]] = []
     for form in (plain, wide):
         delta, predicted = np.zeros(n, np.float32), np.zeros(n, np.uint16)
-        form.delta(base, q, codes, unit, limit, delta)
+        sizes = form.table(codes, unit, limit)
+        form.delta(base, q, sizes, delta)
         form.predict(base, q, codes, unit, predicted)
-        error = form.remaining(expert, base, q, codes, unit, limit, np.empty(1024, np.float32))
-        trits, bits = np.zeros(n + 40, np.uint8), np.zeros(n + 40, np.uint8)
-        x, y = form.split(q, before, base, limit, trits, bits)
-        packed = np.zeros(n // 5 + 1, np.uint8)
-        symbols.pack_trits(trits, x, packed)
-        unpacked, refined = np.zeros(n + 40, np.int8), before.copy()
-        form.unpack_trits(packed[: -(-x // 5)], symbols.TRITS, unpacked)
-        used = form.refine(refined, unpacked, bits.view(np.int8), base, limit)
-        assert used == (x, y)
-        results.append([delta, predicted, error, trits[:x], bits[:y], unpacked[:x], refined])
+        error = form.remaining(expert, base, q, sizes, np.empty(1024, np.float32))
+        written = words(n, 2**64 - 1)
+        counts = form.split(q, before, base, limit, *written)
+        for stream, count in zip(written, counts, strict=True):
+            assert not unpacked(stream, -(-count // 8) * 8)[count:].any()
+        refined, used = before.copy(), np.zeros(3, np.uint64)
+        half = n // 128 * 64
+        form.refine(refined[:half], base[:half], limit, *written, used)
+        form.refine(refined[half:], base[half:], limit, *written, used)
+        assert tuple(used.tolist()) == counts
+        results.append([delta, predicted, error, *map(unpacked, written, counts), refined])
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
     active = base >> 7 & 255 < limit if limit < 255 else np.ones(n, bool)
     np.testing.assert_array_equal(results[0][-1], np.where(active, q, 2 * before))
 
 
+@quick
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=2))
+def test_bits_are_spread_and_gathered(numbers: list[int]) -> None:
+    bits, mask = numbers
+    places = [place for place in range(64) if mask >> place & 1]
+    spread = sum((bits >> index & 1) << place for index, place in enumerate(places))
+    gathered = sum((bits >> place & 1) << index for index, place in enumerate(places))
+    assert int(streams.deposit(np.uint64(bits), np.uint64(mask))) == spread
+    assert int(streams.extract(np.uint64(bits), np.uint64(mask))) == gathered
+
+
+@pytest.mark.parametrize("grid", [0, 1, 5, 9, 116, 124, 255])
+def test_sizes_of_deltas(grid: int) -> None:
+    """On the grid: multiples of the ulp of the base's class, to nearest, ties to even, and at least an ulp."""
+    bases = np.arange(512, dtype=np.uint16) << 7
+    for unit in (1, 100, 117, 121, 130):
+        for magnitude, code in enumerate((0, 1, 3, 100, 128, 192, 255), 1):
+            code = min(code, largest_code(2.0 ** (unit - 127), grid))
+            codes = np.uint64(code << 8 * magnitude)
+            size = code * 2.0 ** (unit - 127)
+            ulps = 2.0 ** (np.maximum(bases >> 7 & 255, 8) - 134.0)
+            expected = np.maximum(np.where((bases >> 7 & 255) >= grid, np.rint(size / ulps) * ulps, size), ulps)
+            for form in (plain, wide):
+                delta = np.empty(512, np.float32)
+                sizes = form.table(codes, np.float32(2.0 ** (unit - 127)), grid)
+                form.delta(bases, np.full(512, -magnitude, np.int8), sizes, delta)
+                np.testing.assert_array_equal(delta, -expected)
+
+
+def test_sizes_of_many_ulps_are_refused() -> None:
+    base, sound = sound_tiers(CASES[0])
+    for at in range(3):
+        changed = bytearray(sound[at])
+        changed[3] = changed[2]  # the unit's exponent is the grid's
+        with pytest.raises(CorruptionError, match="ulps"):
+            tiers.decode_delta([*sound[:at], bytes(changed)], base.tobytes())
+
+
+def plainly(base: Bits, coarse: Any) -> NDArray[np.int8] | None:
+    """Return the q of a block's coarse tiers by plain loops."""
+    q: NDArray[np.int8] = coarse.q[: base.size]
+    if not symbols.read_gaps(coarse.gaps, q, base.size):
+        return None
+    for limit, tier, used in zip(coarse.limits, coarse.streams, coarse.used, strict=True):
+        plain.refine(q, base, limit, *tier, used)
+    return q
+
+
+def plain_deltas(base: Bits, coarse: Any, codes: Any, unit: Any, grid: int, out: NDArray[np.float32]) -> bool:
+    """`wide.deltas`, plainly."""
+    q = plainly(base, coarse)
+    if q is not None:
+        plain.delta(base, q, plain.table(codes, unit, grid), out)
+    return q is not None
+
+
+def plain_predictions(base: Bits, coarse: Any, codes: Any, unit: Any, out: Bits) -> bool:
+    """`wide.predictions`, plainly."""
+    q = plainly(base, coarse)
+    if q is not None:
+        plain.predict(base, q, codes, unit, out)
+    return q is not None
+
+
 @pytest.mark.parametrize("exact", EXACT)
 def test_plain_loops_give_the_same_payloads(monkeypatch: pytest.MonkeyPatch, exact: tiers.Exact) -> None:
     base, expert = block("fine-tune", 70001, 3)
     found = check(base, expert, exact)
-    for name in choice.__all__:
-        monkeypatch.setattr(choice, name, getattr(plain, name))
+    deltas = [tiers.decode_delta(found[:depth], base.tobytes()) for depth in range(4)]
+    for name in ("predict", "remaining", "split", "table"):
+        monkeypatch.setattr(wide, name, getattr(plain, name))
+    monkeypatch.setattr(wide, "deltas", plain_deltas)
+    monkeypatch.setattr(wide, "predictions", plain_predictions)
     assert check(base, expert, exact) == found
+    for depth, delta in enumerate(deltas):
+        np.testing.assert_array_equal(tiers.decode_delta(found[:depth], base.tobytes()), delta)
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 70000, 1 << 17, (1 << 17) + 1, 300_001])
+def test_stored_frames(size: int) -> None:
+    """Any reader of zstd reads them; beside others, and damaged, they are read or refused like others."""
+    data = np.random.default_rng(size).bytes(size)
+    stored, packed = zstd_frames.store(data), bytes(numcodecs.zstd.compress(b"a" * size, 1))
+    assert not size or bytes(numcodecs.zstd.decompress(stored)) == data  # numcodecs reads no empty frame
+    frames = [zstd_frames.Frame(frame, size) for frame in (stored, packed, stored, packed)]
+    found = zstd_frames.decompress_all(frames, np.empty(4 * size, np.uint8))
+    assert [content.tobytes() for content in found] == [data, b"a" * size] * 2
+    for damaged in (stored[:-1], stored + b"x", stored[:9] + b"\xff" + stored[10:]) if size else ():
+        with pytest.raises((ValueError, RuntimeError)):
+            zstd_frames.decompress_all([zstd_frames.Frame(damaged, size)], np.empty(size, np.uint8))
 
 
 def test_frames_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

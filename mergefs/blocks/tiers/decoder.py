@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks import zstd_frames
-from mergefs.blocks.tiers import choice
-from mergefs.blocks.tiers.coarse import NOTHING, CoarseTier, Prediction
+from mergefs.blocks.tiers.coarse import NOTHING, Coarse, CoarseTier, Prediction
 from mergefs.blocks.tiers.exact_fast import FastTier
 from mergefs.blocks.tiers.exact_small import SmallTier
-from mergefs.blocks.tiers.kernels import rests, runs
+from mergefs.blocks.tiers.kernels import rests, runs, wide
 from mergefs.blocks.tiers.layout import COARSE_TIERS, Kind, read_header, split_mask
 from mergefs.blocks.tiers.scratch import room
 from mergefs.hashing import Buffer
@@ -59,18 +58,27 @@ class Opened:
         if len(self.coarse) > COARSE_TIERS or (self.exact is not None and len(self.coarse) not in (0, COARSE_TIERS)):
             raise ValueError(f"a block of {len(self.coarse)} coarse tiers")
 
-    def unpack(self) -> tuple[NDArray[np.int8], list[NDArray[np.uint8]]]:
-        """Return the quantised magnitudes (int8[n]), and the contents of the exact tier's frames."""
+    def unpack(self) -> tuple[Coarse, list[NDArray[np.uint8]]]:
+        """Return what the coarse tiers hold, and the contents of the exact tier's frames."""
         frames = [frame for tier in self.coarse for frame in tier.frames]
+        count = len(frames)
         if self.exact is not None:
             frames.extend(self.exact.frames)
         contents = zstd_frames.decompress_all(frames, room("frames", sum(f.size for f in frames), np.uint8))
-        q = room("q", self.base.size, np.int8)
-        q[:] = 0
-        for tier in self.coarse:
-            tier.refine(contents[: len(tier.frames)], q, self.base)
-            contents = contents[len(tier.frames) :]
-        return q, contents
+        return Coarse.make(self.coarse, contents[:count], self.base.size), contents[count:]
+
+    def predict(self) -> tuple[NDArray[np.uint16], NDArray[np.int8], list[NDArray[np.uint8]]]:
+        """Return what the coarse tiers predict of the expert's bits (uint16[n]), the quantised magnitudes (int8[n]),
+        and the contents of the exact tier's frames.
+
+        Raises:
+            ValueError: when a tier does not fit the block.
+        """
+        coarse, contents = self.unpack()
+        codes, unit, _ = self.prediction
+        predicted = room("predicted", self.base.size, np.uint16)
+        coarse.check(self.coarse, wide.predictions(self.base, coarse, codes, unit, predicted))
+        return predicted, coarse.q, contents
 
     @property
     def prediction(self) -> Prediction:
@@ -87,10 +95,10 @@ def delta(tiers: Sequence[Buffer], base: NDArray[np.uint16], out: NDArray[np.flo
     if not opened.coarse:
         out[:] = 0
         return
-    q, _ = opened.unpack()
+    coarse, _ = opened.unpack()
     found = out if opened.mask is None else room("delta", opened.base.size, np.float32)
-    prediction = opened.prediction
-    choice.delta(opened.base, q, prediction.codes, prediction.unit, prediction.grid, found)
+    codes, unit, grid = opened.prediction
+    coarse.check(opened.coarse, wide.deltas(opened.base, coarse, codes, unit, grid, found))
     if opened.mask is not None:
         out[:] = 0
         runs.put(found, opened.mask, out)
@@ -106,11 +114,8 @@ def exact(tiers: Sequence[Buffer], base: NDArray[np.uint16]) -> NDArray[np.uint1
 
 def _exact(opened: Opened) -> NDArray[np.uint16]:
     assert opened.exact is not None
-    n = opened.base.size
-    q, contents = opened.unpack()
-    predicted = room("predicted", n, np.uint16)
-    choice.predict(opened.base, q, opened.prediction.codes, opened.prediction.unit, predicted)
-    found = np.empty(n, np.uint16)
+    predicted, q, contents = opened.predict()
+    found = np.empty(opened.base.size, np.uint16)
     rests.apply(opened.exact.rests(contents, opened.base, q), predicted, q, found)
     if opened.mask is None:
         return found

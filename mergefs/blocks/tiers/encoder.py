@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.exact import Exact
-from mergefs.blocks.tiers import choice, coarse, exact_fast, exact_small
-from mergefs.blocks.tiers.kernels import quantise, rests, runs
+from mergefs.blocks.tiers import coarse, exact_fast, exact_small
+from mergefs.blocks.tiers.kernels import quantise, rests, runs, wide
 from mergefs.blocks.tiers.layout import ALL_CLASSES, COARSE_TIERS, RUN, Header, Kind, write_mask
 from mergefs.blocks.tiers.scratch import room
 
@@ -100,7 +100,7 @@ def encode(
         q, prediction = room("q2", base.size, np.int8), coarse.NOTHING
         q[:] = 0
     predicted, rest = room("predicted", base.size, np.uint16), room("rests", base.size, np.uint16)
-    choice.predict(base, q, prediction.codes, prediction.unit, predicted)
+    wide.predict(base, q, prediction.codes, prediction.unit, predicted)
     rests.take(expert, predicted, q, rest)
     tiers.append(EXACT_WRITERS[exact](rest, base, q))
     tiers[0] = before + tiers[0]
@@ -138,9 +138,10 @@ def _coarse(
     for t in range(COARSE_TIERS):
         codes = _centroids(counts, sums, t, unit)
         header = Header(Kind.DENSE, active[t], _first_class(ON_GRID[t] * rms), exponent, 0, 0)
-        prediction = coarse.Prediction.make(codes, exponent, header.g)
-        errors.append(float(choice.remaining(expert, base, q[t], prediction.codes, unit, header.g, page)))
-        choice.delta(base[sample], q[t][sample], prediction.codes, unit, header.g, sampled[t])
+        prediction = coarse.Prediction.make(codes.tobytes(), exponent, header.g)
+        sizes = wide.table(*prediction)
+        errors.append(float(wide.remaining(expert, base, q[t], sizes, page)))
+        wide.delta(base[sample], q[t][sample], sizes, sampled[t])
         if t == 0:
             tiers.append(coarse.write_sparse(q[t], codes, header))
         else:

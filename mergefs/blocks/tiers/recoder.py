@@ -33,7 +33,7 @@ def recode(tiers: Sequence[Buffer], base: NDArray[np.uint16], exact: Exact) -> b
     opened = Opened(tiers, base)
     if opened.exact is None:
         raise ValueError("the exact tier is missing")
-    q, contents = opened.unpack()
+    _, q, contents = opened.predict()
     rests = opened.exact.rests(contents, opened.base, q)
     payload = EXACT_WRITERS[exact](rests, opened.base, q)
     # An exact tier that is alone has the mask before it.

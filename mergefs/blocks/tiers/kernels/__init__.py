@@ -8,6 +8,6 @@ Importing these modules loads numba, so they are imported only where blocks are 
 - `codes`: uint64, eight bytes of which byte m is the centroid code of |q| = m;
 - `unit`: float32, the power of two that codes count.
 
-A cached loop is compiled again when its own file changes, not when a function that it uses does: after editing `floats`
-or `quantise`, remove the cache (`__pycache__`).
+A cached loop is compiled again when its own file changes, not when a function that it uses does: after editing
+`floats`, `centroids`, `streams` or `quantise`, remove the cache (`__pycache__`).
 """

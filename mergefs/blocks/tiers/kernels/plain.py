@@ -1,4 +1,4 @@
-"""The loops that exist twice: here as ordinary code for any processor, in `wide` as vector instructions.
+"""Some loops as ordinary code: what `wide` does with vectors and words, for the last elements and for comparison.
 
 Both give the same bytes and the same values.
 """
@@ -7,24 +7,34 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-from numba import float32, int8, int32, int64, uint8, uint64
+from numba import int8, int32, int64, uint16, uint32, uint64
 
+from mergefs.blocks.tiers.kernels.centroids import size
 from mergefs.blocks.tiers.kernels.floats import ordered, rounded, step, value
 from mergefs.blocks.tiers.kernels.quantise import LANES, PAGE, add_squares, total
+from mergefs.blocks.tiers.kernels.streams import following
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 
 
 @_jit
-def delta(base, q, codes, unit, grid, out):
-    """Write the delta (float32[n]) that coarse tiers predict; classes from `grid` on go to the expert's bf16 grid."""
+def table(codes, unit, grid):
+    """What `delta` looks up: float32[4096], the delta of class e and quantised q at 16 e + (q modulo 16)."""
+    found = np.zeros(4096, np.float32)
+    for exponent in range(256):
+        for magnitude in range(1, 8):
+            code = int32(codes >> uint64(8 * magnitude)) & int32(255)
+            bits = size(code, unit, exponent, grid)
+            found[16 * exponent + magnitude] = value(bits)
+            found[16 * exponent + 16 - magnitude] = -value(bits)
+    return found
+
+
+@_jit
+def delta(base, q, sizes, out):
+    """Write the delta (float32[n]) that coarse tiers predict; sizes: from `table`."""
     for i in range(base.size):
-        signed = int32(q[i])
-        size = step(base[i], signed, codes, unit)
-        b = value(base[i])
-        on_grid = value(rounded(np.float32(b + size))) - b
-        found = on_grid if (int32(base[i] >> 7) & 255) >= grid else size
-        out[i] = found if signed != 0 else float32(0)
+        out[i] = sizes[uint32(uint32(base[i] & uint16(0x7F80)) >> uint32(3)) | (uint32(q[i]) & uint32(15))]
 
 
 @_jit
@@ -36,7 +46,7 @@ def predict(base, q, codes, unit, out):
 
 
 @_jit
-def remaining(expert, base, q, codes, unit, grid, page):
+def remaining(expert, base, q, sizes, page):
     """Return the squared error of the predicted delta; page: float32[1024]."""
     sums = np.zeros(LANES, np.float64)
     n = base.size
@@ -45,7 +55,7 @@ def remaining(expert, base, q, codes, unit, grid, page):
         b = base[start : start + count]
         x = expert[start : start + count]
         errors = page[:count]
-        delta(b, q[start : start + count], codes, unit, grid, errors)
+        delta(b, q[start : start + count], sizes, errors)
         for i in range(count):
             errors[i] = np.float32(value(x[i]) - value(b[i])) - errors[i]
         add_squares(errors, sums)
@@ -53,82 +63,89 @@ def remaining(expert, base, q, codes, unit, grid, page):
 
 
 @_jit
-def split(q, before, base, limit, trits, bits):
-    """Write what refines elements of classes below `limit`, one symbol a byte, in two streams.
+def split(q, before, base, limit, changes, signs, bits):
+    """Write what refines elements of classes below `limit`, a bit each, in three streams.
 
     Args:
         q, before: int8[n] after and before the tier.
         base: uint16[n].
         limit: the tier's first class that takes no part.
-        trits: uint8[n + 1] or more: 0, 1 for +, 2 for -, where `before` is 0.
-        bits: uint8[n + 1] or more: the next bit of the magnitude, elsewhere.
+        changes: uint64[n // 64 + 2], the lowest bit first: whether q is not 0, where `before` is.
+        signs: the same: whether q is negative, where it is not 0 and `before` is.
+        bits: the same: the next bit of the magnitude, where `before` is not 0.
 
     Returns:
-        (trits written, bits written).
+        (changes written, signs written, bits written). What is left of a stream's last word is 0.
     """
-    return split_from(0, q, before, base, limit, trits, bits, 0, 0)
+    changes[0], signs[0], bits[0] = 0, 0, 0
+    return split_from(0, q, before, base, limit, changes, signs, bits, 0, 0, 0)
 
 
 @_jit
-def split_from(start, q, before, base, limit, trits, bits, written_trits, written_bits):
-    """`split` from element `start` on, after so many trits and bits."""
+def split_from(start, q, before, base, limit, changes, signs, bits, x, s, y):
+    """`split` from element `start` on, after so many of each."""
     bound = min(int32(limit) << 7, 0x7FFF)
-    t = int64(written_trits)
-    u = int64(written_bits)
-    # Every symbol is written to both streams, and only the right one moves on: no branch to mispredict.
+    last = uint64(63)
+    x, s, y = uint64(x), uint64(s), uint64(y)
+    held = changes[x >> uint64(6)]
+    held_signs = signs[s >> uint64(6)]
+    held_bits = bits[y >> uint64(6)]
+    # Every word is stored again and again, and only the right stream moves on: no branch to mispredict.
     for i in range(start, q.size):
         signed = int32(q[i])
-        active = int64((int32(base[i]) & 0x7F80) < bound)
-        zero = int64(before[i] == 0)
-        trits[t] = uint8(signed + ((signed >> 31) & 3))
-        bits[u] = uint8(signed & 1)
-        t += active & zero
-        u += active & (1 - zero)
-    return t, u
+        active = uint64((int32(base[i]) & 0x7F80) < bound)
+        zero = active & uint64(before[i] == 0)
+        other = active ^ zero
+        change = zero & uint64(signed != 0)
+        held |= change << (x & last)
+        held_signs |= (change & uint64(signed < 0)) << (s & last)
+        held_bits |= (other & uint64(signed & 1)) << (y & last)
+        changes[x >> uint64(6)] = held
+        signs[s >> uint64(6)] = held_signs
+        bits[y >> uint64(6)] = held_bits
+        x += zero
+        s += change
+        y += other
+        held = uint64(0) if (x & last) < zero else held
+        held_signs = uint64(0) if (s & last) < change else held_signs
+        held_bits = uint64(0) if (y & last) < other else held_bits
+    return int64(x), int64(s), int64(y)
 
 
 @_jit
-def refine(q, trits, bits, base, limit):
-    """Take one tier's symbols into q: 2 q plus a trit where q is 0, away from 0 by a bit elsewhere.
+def refine(q, base, limit, changes, signs, bits, used):
+    """Take one tier's streams into q: 2 q plus 0, 1 or -1 where q is 0, away from 0 by a bit elsewhere.
 
     Args:
-        q: int8[n], changed.
-        trits, bits: int8[n + 1] or more: 0, 1 or -1, and 0 or 1.
-        base: uint16[n].
+        q: int8[k], changed.
+        base: uint16[k].
         limit: the tier's first class that takes no part.
-
-    Returns:
-        (trits used, bits used).
+        changes, signs, bits: see `split`.
+        used: uint64[3], how many of each are used already; changed.
     """
-    return refine_from(0, q, trits, bits, base, limit, 0, 0)
+    refine_from(0, q, base, limit, changes, signs, bits, used)
 
 
 @_jit
-def refine_from(start, q, trits, bits, base, limit, used_trits, used_bits):
-    """`refine` from element `start` on, after so many trits and bits."""
+def refine_from(start, q, base, limit, changes, signs, bits, used):
+    """`refine` from element `start` on."""
     bound = min(int32(limit) << 7, 0x7FFF)
-    t = int64(used_trits)
-    u = int64(used_bits)
-    for i in range(start, q.size):
-        signed = int32(q[i])
-        active = int32((int32(base[i]) & 0x7F80) - int32(bound)) >> 31  # all ones, or 0
-        zero = int32(signed == 0)
-        negative = signed >> 31
-        bit = (int32(bits[u]) ^ negative) - negative
-        q[i] = int8(2 * signed + (active & ((int32(trits[t]) & -zero) | (bit & (zero - 1)))))
-        t -= int64(active & -zero)
-        u -= int64(active & (zero - 1))
-    return t, u
-
-
-@_jit
-def unpack_trits(packed, table, out):
-    """Write the trits of uint8[k] to `out` (int8[5 k + 3] or more); table: `symbols.TRITS`."""
-    for k in range(packed.size):
-        five = table[packed[k]]
-        i = 5 * k
-        out[i] = int8(five)
-        out[i + 1] = int8(five >> uint64(8))
-        out[i + 2] = int8(five >> uint64(16))
-        out[i + 3] = int8(five >> uint64(24))
-        out[i + 4] = int8(five >> uint64(32))
+    x, s, y = used[0], used[1], used[2]
+    for first in range(start, q.size, 64):
+        next_changes, next_signs, next_bits = following(changes, x), following(signs, s), following(bits, y)
+        for i in range(first, min(first + 64, q.size)):
+            signed = int32(q[i])
+            active = uint64((int32(base[i]) & 0x7F80) < bound)
+            zero = active & uint64(signed == 0)
+            other = active ^ zero
+            change = zero & next_changes
+            bit = other & next_bits
+            negative = (signed >> 31) | -int32(change & next_signs)
+            q[i] = int8(2 * signed + ((int32(change | bit) ^ negative) - negative))
+            next_changes >>= zero
+            next_signs >>= change
+            next_bits >>= other
+            x += zero
+            s += change
+            y += other
+    used[0], used[1], used[2] = x, s, y
