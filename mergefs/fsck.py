@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mergefs.blocks.pack import NO_BASE, Record, hash_file, read_records
-from mergefs.blocks.reader import BlockReader, Kind, pack_name
+from mergefs.blocks.pack import NO_BASE, Record, hash_file, pack_name, read_records
+from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.tables import Location, locations, ref_entries
 from mergefs.errors import MergefsError
 from mergefs.merge.lazy import load_plan

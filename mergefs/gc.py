@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mergefs.blocks.pack import Record
-from mergefs.blocks.reader import pack_name
+from mergefs.blocks.pack import Record, pack_name
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import claims, end_dead, leases
 from mergefs.catalog.tables import Location, closure, locations, ref_entries

@@ -12,7 +12,8 @@ from itertools import chain
 from mergefs.blocks import codecs, tiers
 from mergefs.blocks.codecs import Encoding
 from mergefs.blocks.exact import Exact, check_exact
-from mergefs.blocks.reader import BlockReader, Kind, pack_name
+from mergefs.blocks.pack import pack_name
+from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease
 from mergefs.catalog.tables import Location, get_manifest, get_tiers, locations

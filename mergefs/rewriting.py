@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import Self
 
-from mergefs.blocks.pack import PackWriter, Record, read_records
-from mergefs.blocks.reader import pack_name
+from mergefs.blocks.pack import PackWriter, Record, pack_name, read_records
 from mergefs.blocks.writer import PACK_BYTES, adopt, depth_of
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import holds, put_location

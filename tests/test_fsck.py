@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from builders import array, contents, fine_tuned, random_model, recipe_text, served, tree, write_model
 
-from mergefs.blocks.pack import NO_BASE, read_records
-from mergefs.blocks.reader import pack_name
+from mergefs.blocks.pack import NO_BASE, pack_name, read_records
 from mergefs.catalog.tables import locations, put_location
 from mergefs.errors import CorruptionError, MergefsError
 from mergefs.recipe import Recipe

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mergefs import Repository
-from mergefs.blocks.reader import pack_name
+from mergefs.blocks.pack import pack_name
 from tools import synth
 
 ROOT = Path(__file__).resolve().parent.parent

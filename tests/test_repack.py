@@ -23,8 +23,8 @@ import mergefs.repack
 import mergefs.rewriting
 from mergefs.blocks import tiers
 from mergefs.blocks.codecs import Encoding
-from mergefs.blocks.pack import Record
-from mergefs.blocks.reader import BlockReader, Kind, pack_name
+from mergefs.blocks.pack import Record, pack_name
+from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.blocks.tiers.layout import MASK
 from mergefs.catalog.tables import Location, locations
 from mergefs.cli import cli

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mergefs.blocks.codecs import Encoding
-from mergefs.blocks.pack import MAGIC
-from mergefs.blocks.reader import BlockReader, Kind, ReadCounter, pack_name
+from mergefs.blocks.pack import MAGIC, pack_name
+from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
 from mergefs.catalog.tables import Location
 from mergefs.checkpoint.safetensors import build_header
 from mergefs.dtypes import DTYPES

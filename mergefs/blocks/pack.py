@@ -190,3 +190,9 @@ def pieces(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(size):
             yield piece
+
+
+def pack_name(pack: bytes) -> str:
+    """Return the object name of a pack."""
+    text = pack.hex()
+    return f"packs/{text[:2]}/{text}.pack"

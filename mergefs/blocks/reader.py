@@ -6,13 +6,15 @@ import enum
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.backend import Backend
 from mergefs.blocks import codecs
-from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record
+from mergefs.blocks.joined import JoinedReads
+from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name
 from mergefs.catalog.tables import Catalog, Location
 from mergefs.errors import BudgetExceededError, CorruptionError
 from mergefs.hashing import Buffer, digest
@@ -97,12 +99,21 @@ class BlockReader:
         catalog: where the blocks lie.
         backend: what holds the packs.
         counter: where bytes are counted.
+        joined: payloads of experts that are expected to be read, for several at once; bytes read through in between
+            count like the payloads.
     """
 
-    def __init__(self, catalog: Catalog, backend: Backend, counter: ReadCounter | None = None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        backend: Backend,
+        counter: ReadCounter | None = None,
+        joined: JoinedReads | None = None,
+    ) -> None:
         self._catalog = catalog
         self._backend = backend
         self.counter = counter or ReadCounter()
+        self._joined = joined
 
     def read(self, block: bytes, kind: Kind, known: Mapping[bytes, Buffer] | None = None) -> Buffer:
         """Return a block's bytes, checked against its id.
@@ -248,8 +259,12 @@ class BlockReader:
 
     def _payload(self, location: Location, kind: Kind) -> bytes:
         record = location.record
-        self.counter.add(kind, record.length)
-        payload = self._backend.get(pack_name(location.pack), record.offset, record.length)
+        payload = None
+        if self._joined is not None:
+            payload = self._joined.take(location, partial(self.counter.add, kind))
+        if payload is None:
+            self.counter.add(kind, record.length)
+            payload = self._backend.get(pack_name(location.pack), record.offset, record.length)
         if len(payload) != record.length or digest(payload)[:CHECK_BYTES] != record.check:
             which = f"tier {record.tier} of block" if record.tiers > 1 else "block"
             raise CorruptionError(
@@ -257,9 +272,3 @@ class BlockReader:
                 " was written"
             )
         return payload
-
-
-def pack_name(pack: bytes) -> str:
-    """Return the object name of a pack."""
-    text = pack.hex()
-    return f"packs/{text[:2]}/{text}.pack"

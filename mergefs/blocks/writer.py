@@ -10,8 +10,7 @@ from typing import Self
 
 from mergefs.backend import Backend
 from mergefs.blocks.codecs import Encoded
-from mergefs.blocks.pack import NO_BASE, PackWriter
-from mergefs.blocks.reader import pack_name
+from mergefs.blocks.pack import NO_BASE, PackWriter, pack_name
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease
 from mergefs.catalog.tables import Catalog, put_packs

@@ -9,10 +9,12 @@ from typing import Self
 
 from mergefs.blocks import codecs
 from mergefs.blocks.codecs import Encoded
+from mergefs.blocks.joined import LONGEST, JoinedReads
 from mergefs.blocks.pack import NO_BASE
 from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
 from mergefs.blocks.writer import BlockWriter
 from mergefs.catalog.leases import Lease
+from mergefs.catalog.tables import Location, get_tiers
 from mergefs.dtypes import DTYPES
 from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
 from mergefs.hashing import digest
@@ -26,12 +28,16 @@ from mergefs.planner.aim import Aim
 from mergefs.planner.plan import Plan, TensorPlan
 from mergefs.planner.resolve import Models, Planned, find_models, make_plan
 from mergefs.recipe import Recipe
+from mergefs.statistics.stored import tier_bytes
+from mergefs.statistics.tensor import TIERS
 from mergefs.store import Store, check_ref_name
 
 Progress = Callable[[int, int], None]
 
 DEFAULT_MEMORY = 1 << 30
 _ATTEMPTS = 3
+_READING_SHARE = 8
+"""What is read ahead may take this part of the memory."""
 
 
 @dataclass(frozen=True)
@@ -323,9 +329,10 @@ class _Run:
         self._counter = counter
         self._base = store.manifest(plan.base)
         self._reader = BlockReader(store.catalog, store.backend, counter)
-        experts = tuple(store.manifest(expert) for expert in plan.experts)
-        self._sources = Sources(plan, self._base, experts, self._reader)
-        self._threads = _threads_within(max_memory, threads or available_cores(), len(experts), store)
+        self._experts = tuple(store.manifest(expert) for expert in plan.experts)
+        self._threads = _threads_within(max_memory, threads or available_cores(), len(self._experts), store)
+        # Each expert has a run under way in each of its packs, and one more that is not used up.
+        self._longest = min(LONGEST, max_memory // (_READING_SHARE * 2 * TIERS * max(1, len(self._experts))))
 
     def lazy(self, figures: _Figures) -> MergeReport:
         """Publish the manifest with its derived blocks left open."""
@@ -358,8 +365,9 @@ class _Run:
                     writer.reuse(bytes.fromhex(known))
                     blocks[job.tensor.name][job.number] = known
             output = self._output(writer)
+            sources = self._sources(jobs)
             results = ordered(
-                lambda job: self._derive(writer, job),
+                lambda job: self._derive(writer, sources, job),
                 jobs,
                 threads=self._threads,
                 window=2 * self._threads + 2,
@@ -384,9 +392,31 @@ class _Run:
         planned = self._plan.tensor_by_name.get(tensor.name) or TensorPlan(tensor.name, ())
         return needs_arithmetic(self._plan, tensor, planned.planned(number))
 
-    def _derive(self, writer: BlockWriter, job: _Job) -> _Done:
-        base = self._sources.base_block(job.tensor, job.number)
-        raw = derive(self._sources, job.tensor, job.number, base)
+    def _sources(self, jobs: list[_Job]) -> Sources:
+        """Return the models, of which what these jobs need is read in large pieces."""
+        plan, store = self._plan, self._store
+        wanted: list[Location] = []
+        needed = 0
+        with store.catalog.read() as txn:
+            for job in jobs:
+                planned = plan.tensor_by_name.get(job.tensor.name)
+                for expert in planned.planned(job.number) if planned else ():
+                    assert planned is not None
+                    block, below = (
+                        bytes.fromhex(model.tensor_by_name[job.tensor.name].blocks[job.number] or "")
+                        for model in (self._experts[expert], self._base)
+                    )
+                    depth = planned.depth(expert, job.number)
+                    wanted += get_tiers(txn, block)[:depth]
+                    needed += sum(tier_bytes(txn, block, below)[:depth])
+        spare = None if plan.budget is None else plan.budget - self._counter.totals.expert - needed
+        joined = JoinedReads(store.backend, wanted, spare, longest=self._longest)
+        reader = BlockReader(store.catalog, store.backend, self._counter, joined)
+        return Sources(plan, self._base, self._experts, reader)
+
+    def _derive(self, writer: BlockWriter, sources: Sources, job: _Job) -> _Done:
+        base = sources.base_block(job.tensor, job.number)
+        raw = derive(sources, job.tensor, job.number, base)
         block = digest(raw)
         if writer.known(block):
             return _Done(job, block, len(raw), None, NO_BASE)
