@@ -13,6 +13,8 @@ import argparse
 import importlib.util
 import json
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -198,6 +200,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Train or ingest, merge, measure and print."""
     options = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the repositories are removed then as well
     started = time.perf_counter()
     trained = options.experts is None
     say("Collecting names and docstrings ...")
