@@ -282,10 +282,10 @@ def draw(rows: dict[Key, Row], planners: Sequence[str], file: Path) -> None:
     for column, method in enumerate(METHODS):
         upper, lower = axes[:, column]
         exact = rows[Key(method)]
-        for level, label in ((exact.accuracy.mean, "exact merge"), (base.accuracy.mean, "base")):
+        for level, label, shift in ((exact.accuracy.mean, "exact merge", -13), (base.accuracy.mean, "base", 4)):
             upper.axhline(level, color="0.6", linewidth=1, linestyle="--", zorder=0)
             place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
-            upper.annotate(label, (1, level), xytext=(0, -13), color="0.4", **place)
+            upper.annotate(label, (1, level), xytext=(0, shift), color="0.4", **place)
         for planner in planners:
             color, marker = STYLES[planner]
             points = [base, *(rows[Key(method, planner, budget)] for budget in BUDGETS)]
