@@ -16,37 +16,23 @@ from pathlib import Path
 
 import numpy as np
 
-from mergefs.recipe import Recipe
+from benchmarks.experts import METHODS, expert_names, ingest, recipe, state, vector
 from mergefs.repository import Repository
 
 BUDGETS = ("1%", "2%", "5%", "10%", "15%", "18%", "20%")
-METHODS = {"task_arithmetic": ("", ""), "ties": (", density: 0.5", "parameters: {normalize: false}\n")}
-
-
-def recipe(method: str, experts: list[str]) -> Recipe:
-    """Return the recipe that merges the experts with weight 0.4."""
-    of_model, of_recipe = METHODS[method]
-    models = "".join(f"- {{model: {name}, parameters: {{weight: 0.4{of_model}}}}}\n" for name in experts)
-    return Recipe.parse(f"merge_method: {method}\nbase_model: base\ndtype: float32\n{of_recipe}models:\n{models}")
-
-
-def values(repository: Repository, name: str) -> np.ndarray:
-    """Return all tensors of a model as one float64 vector."""
-    with repository.view(name) as view:
-        return np.concatenate([tensor.double().numpy().ravel() for tensor in view.state_dict().values()])
 
 
 def measure(repository: Repository, method: str, experts: list[str]) -> list[dict[str, object]]:
     """Return a row for each budget."""
     asked = recipe(method, experts)
-    base = values(repository, "base")
+    base = vector(state(repository, "base"))
     repository.merge(asked, "exact")
-    exact = values(repository, "exact") - base
+    exact = vector(state(repository, "exact")) - base
     rows = []
     for budget in BUDGETS:
         planned = repository.plan(asked, budget=budget, save=False)
         report = repository.merge(asked, "budgeted", budget=budget)
-        error = np.linalg.norm(values(repository, "budgeted") - base - exact) / np.linalg.norm(exact)
+        error = np.linalg.norm(vector(state(repository, "budgeted")) - base - exact) / np.linalg.norm(exact)
         rows.append(
             {
                 "method": method,
@@ -65,11 +51,9 @@ def main() -> None:
     parser.add_argument("--experts", type=Path, required=True, metavar="DIR")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    experts = sorted(p.name for p in options.experts.iterdir() if p.is_dir() and p.name != "base")
+    experts = expert_names(options.experts)
     with tempfile.TemporaryDirectory() as folder, Repository.init(Path(folder) / "repository") as repository:
-        repository.ingest(options.experts / "base", "base")
-        for name in experts:
-            repository.ingest(options.experts / name, name, base="base")
+        ingest(repository, options.experts, experts)
         rows = [row for method in METHODS for row in measure(repository, method, experts)]
     if options.json:
         print(json.dumps(rows))
