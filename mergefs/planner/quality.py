@@ -2,8 +2,9 @@
 
 Not reading a block costs its Shapley value in the squared norm of the merged delta: the mean, over all orders of
 adding blocks, of what it adds. For |sum c_i d_i|^2 that is exactly c_i <d_i, sum_j c_j d_j>: a block that the other
-experts cancel is worth little. What remains after coarse tiers is noise of the quantiser, independent from expert to
-expert, and counts with c_i^2 alone. Where a method trims, drops or elects, it turns what remains of the experts' deltas
+experts cancel is worth little. Of what remains after coarse tiers, a share r_i of |d_i|^2, most is noise of the
+quantiser, independent from expert to expert, and counts with c_i^2 alone; what it still has in common with the
+other experts' is about r_i r_j <d_i, d_j>, as for any quantiser whose levels are the means of what they stand for. Where a method trims, drops or elects, it turns what remains of the experts' deltas
 into more or less error of its result: how much, a simulation on the sampled elements tells.
 """
 
@@ -90,12 +91,12 @@ def assess(
     error = np.full((len(found), DEPTHS), np.inf)
     error[:, 0] = worth
     coarse = found.rows["errors"].astype(np.float64)
+    share = coarse / np.maximum(found.rows["energy"], 1e-300)[:, None]
     if simulation is not None and simulation.tells:
-        share = coarse / np.maximum(found.rows["energy"], 1e-300)[:, None]
         error[:, 1 : 1 + COARSE_TIERS] = worth[:, None] * _curve(found, simulation)(share)
     else:
         simulation = None
-        error[:, 1 : 1 + COARSE_TIERS] = squares[:, None] * coarse
+        error[:, 1 : 1 + COARSE_TIERS] = squares[:, None] * coarse + (worth - own)[:, None] * share**2
         # A block that others cancel is worth less than the noise of its first tiers: reading it is not worse.
         error[:, 0] = np.maximum(error[:, 0], np.nan_to_num(error[:, 1], nan=0.0))
     error[np.isnan(error)] = np.inf
