@@ -100,7 +100,7 @@ class Merger:
         error = float(np.linalg.norm(vector(tensors) - self.base - exact) / np.linalg.norm(exact))
         scores = self.judge.scores(report.manifest, tensors)
         share = report.read.expert / report.expert_raw_bytes
-        return self._spread(scores, share, error, planned.candidates.predicted_error)
+        return self._spread(scores, share, error, planned.predicted_error)
 
     def _scores(self, name: str, manifest: str | None = None) -> Scores:
         return self.judge.scores(manifest or self.repository.resolve(name), state(self.repository, name))

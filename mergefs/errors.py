@@ -31,6 +31,10 @@ class BudgetError(UserError):
     """A budget is not a size or a share, is zero, or cannot be planned for."""
 
 
+class PlanError(UserError):
+    """A stored plan was made for other statistics than the catalog's."""
+
+
 class ImportanceError(UserError):
     """A file of importances is malformed, or does not fit the models."""
 

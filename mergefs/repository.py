@@ -72,6 +72,12 @@ class Repository(Store):
 
         return merge(self, recipe, name, aim=_aim(options), **options)
 
+    def merge_planned(self, plan: str, name: str, **options: Any) -> MergeReport:
+        """Run a stored plan; see `mergefs.merge.engine.merge_planned`."""
+        from mergefs.merge.engine import merge_planned
+
+        return merge_planned(self, plan, name, **options)
+
     def refine(self, name: str, **options: Any) -> RefineReport:
         """Merge again with a larger budget; see `mergefs.merge.engine.refine`, and `plan` for what may be read."""
         from mergefs.merge.engine import refine

@@ -157,6 +157,21 @@ class Store:
         """
         return self._load_manifest(identity)
 
+    def resolve_plan(self, text: str) -> str:
+        """Return the id of the stored plan that `text` names: an id, or at least its first eight digits.
+
+        Raises:
+            NotFoundError: when there is no such plan, or several begin so.
+        """
+        found = []
+        if is_hex_prefix(text):
+            names = (name.rpartition("/")[2].partition(".")[0] for name, _ in self.backend.list("plans"))
+            found = [name for name in names if name.startswith(text)]
+        if len(found) != 1:
+            what = "several plans begin so" if found else "'mergefs plan' stores one until the next gc"
+            raise NotFoundError(f"'{text}' is not the id of a stored plan: {what}")
+        return found[0]
+
     def manifest_ids(self) -> list[str]:
         """Return the ids of all manifests."""
         with self.catalog.read() as txn:

@@ -21,7 +21,7 @@ from mergefs.cli.common import (
     table,
     threads_option,
 )
-from mergefs.errors import NotFoundError
+from mergefs.errors import NotFoundError, UserError
 from mergefs.merge.accuracy import ErrorReport
 from mergefs.merge.engine import MergeReport
 from mergefs.planner.aim import PLANNERS, Aim
@@ -37,6 +37,8 @@ from mergefs.units import format_size, parse_size
 
 seed_option = click.option("--seed", type=click.IntRange(0, 2**53 - 1), default=0, help="Of random methods.")
 memory_option = click.option("--max-memory", default="1GiB", show_default=True, help="For blocks under way.")
+
+_NO_AIM = {"budget": None, "max_error": None, "planner": "tiers", "importance": None}
 
 
 def aim_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -122,8 +124,9 @@ def explain(repo: str | None, recipe: str, aim: dict[str, Any], seed: int, plot:
 
 
 @click.command()
-@click.argument("recipe")
+@click.argument("recipe", required=False)
 @click.option("--as", "name", required=True, metavar="NAME", help="The result's name.")
+@click.option("--plan", "planned", metavar="PLAN", help="Run this stored plan instead of a recipe.")
 @aim_options
 @seed_option
 @click.option("--lazy", is_flag=True, help="Publish at once; blocks are derived when they are read.")
@@ -137,8 +140,9 @@ def explain(repo: str | None, recipe: str, aim: dict[str, Any], seed: int, plot:
 @click.pass_obj
 def merge(
     repo: str | None,
-    recipe: str,
+    recipe: str | None,
     name: str,
+    planned: str | None,
     aim: dict[str, Any],
     seed: int,
     lazy: bool,
@@ -148,26 +152,25 @@ def merge(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Merge models by RECIPE (mergekit YAML) into the model NAME."""
+    """Merge models by RECIPE (mergekit YAML), or by a stored plan, into the model NAME."""
     keep_freed_memory()
-    parsed = Recipe.load(recipe)
     # What can be refused is refused before anything is ingested.
     check_ref_name(name)
-    memory = parse_size(max_memory)
+    work: dict[str, Any] = {"lazy": lazy, "threads": threads, "max_memory": parse_size(max_memory)}
+    if (recipe is None) is (planned is None):
+        raise UserError("give either a recipe or --plan")
+    if planned is not None and (seed or may_ingest or aim != _NO_AIM):
+        raise UserError("a plan has its budget, seed and models already: leave the other options out")
     with repository(repo) as opened:
-        lookup = _Ingesting(opened, parsed, threads) if may_ingest else None
-        with progress("merging") as tell:
-            report = opened.merge(
-                parsed,
-                name,
-                seed=seed,
-                lazy=lazy,
-                threads=threads,
-                max_memory=memory,
-                lookup=lookup,
-                progress=tell,
-                **aim,
-            )
+        if recipe is None:
+            assert planned is not None
+            with progress("merging") as tell:
+                report = opened.merge_planned(planned, name, progress=tell, **work)
+        else:
+            parsed = Recipe.load(recipe)
+            lookup = _Ingesting(opened, parsed, threads) if may_ingest else None
+            with progress("merging") as tell:
+                report = opened.merge(parsed, name, seed=seed, lookup=lookup, progress=tell, **work, **aim)
         error = None
         if wants_error:
             error = opened.measure_error(

@@ -25,6 +25,7 @@ from mergefs.merge.output import Output
 from mergefs.merge.sources import Sources
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.aim import Aim
+from mergefs.planner.check import check_plan
 from mergefs.planner.plan import Plan, TensorPlan
 from mergefs.planner.resolve import Models, Planned, find_models, make_plan
 from mergefs.recipe import Recipe
@@ -178,6 +179,40 @@ def merge(
             if attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError
+
+
+def merge_planned(
+    store: Store,
+    text: str,
+    name: str,
+    *,
+    lazy: bool = False,
+    threads: int | None = None,
+    max_memory: int = DEFAULT_MEMORY,
+    progress: Progress | None = None,
+) -> MergeReport:
+    """Run a stored plan.
+
+    Args:
+        store: the repository.
+        text: the plan's id, or at least its first eight digits.
+        name, lazy, threads, max_memory, progress: see `merge`.
+
+    Raises:
+        NotFoundError: when there is no such plan, or a model of it is gone.
+        PlanError: when it was made for other statistics than the catalog's.
+    """
+    began = time.monotonic()
+    check_ref_name(name)
+    plan = load_plan(store, store.resolve_plan(text))
+    for identity in (plan.base, *plan.experts):
+        store.resolve(identity)
+    with store.lease("merge", {plan.base, *plan.experts}) as lease:
+        check_plan(store, plan)
+        run = _Run(store, plan, lease, ReadCounter(plan.budget), threads, max_memory)
+        raw = sum(store.manifest(expert).tensor_bytes for expert in plan.experts)
+        figures = _Figures(name, began, plan.budget, raw, None if plan.budget else 0.0, {})
+        return run.lazy(figures) if lazy else run.eager(figures, progress)
 
 
 def materialize(

@@ -4,8 +4,9 @@ Not reading a block costs its Shapley value in the squared norm of the merged de
 adding blocks, of what it adds. For |sum c_i d_i|^2 that is exactly c_i <d_i, sum_j c_j d_j>: a block that the other
 experts cancel is worth little. Of what remains after coarse tiers, a share r_i of |d_i|^2, most is noise of the
 quantiser, independent from expert to expert, and counts with c_i^2 alone; what it still has in common with the
-other experts' is about r_i r_j <d_i, d_j>, as for any quantiser whose levels are the means of what they stand for. Where a method trims, drops or elects, it turns what remains of the experts' deltas
-into more or less error of its result: how much, a simulation on the sampled elements tells.
+other experts' is about r_i r_j <d_i, d_j>, as for any quantiser whose levels are the means of what they stand for.
+Where a method trims, drops or elects, it turns what remains of the experts' deltas into more or less error of its
+result: how much, a simulation on the sampled elements tells.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
     if chooses or spare is not None:
         measured.limit(0 if chooses or spare is None else spare, found.cost_of)
     thresholds = {
-        tensor.name: _thresholds(draft, recipe.method, measured, tensor)
+        tensor.name: trim_thresholds(draft, recipe.method, measured, tensor)
         for number, tensor in enumerate(found.tensors)
         if found.of_tensor(number).start < found.of_tensor(number).stop
     }
@@ -330,7 +330,8 @@ def _draft(recipe: Recipe, models: Models, seed: int) -> Plan:
     )
 
 
-def _thresholds(draft: Plan, method: Method, measured: Measurer, tensor: Tensor) -> tuple[float, ...]:
+def trim_thresholds(draft: Plan, method: Method, measured: Measurer, tensor: Tensor) -> tuple[float, ...]:
+    """Return for each expert the |delta| of a tensor below which a plan's method trims; () where it does not."""
     if not method.trims or all(d >= 1.0 for d in draft.densities):
         return ()
     return tuple(
