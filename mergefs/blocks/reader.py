@@ -69,6 +69,12 @@ class ReadCounter:
             self._bytes[kind] = total
 
     @property
+    def expert_left(self) -> int | None:
+        """How many more expert bytes may be read; None without a limit."""
+        with self._lock:
+            return None if self._limit is None else self._limit - self._bytes[Kind.EXPERT]
+
+    @property
     def totals(self) -> ReadTotals:
         """What has been read so far."""
         with self._lock:

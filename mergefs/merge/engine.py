@@ -444,7 +444,8 @@ class _Run:
                     depth = planned.depth(expert, job.number)
                     wanted += get_tiers(txn, block)[:depth]
                     needed += sum(tier_bytes(txn, block, below)[:depth])
-        spare = None if plan.budget is None else plan.budget - self._counter.totals.expert - needed
+        left = self._counter.expert_left
+        spare = None if left is None else left - needed
         joined = JoinedReads(store.backend, wanted, spare, longest=self._longest)
         reader = BlockReader(store.catalog, store.backend, self._counter, joined)
         return Sources(plan, self._base, self._experts, reader)
