@@ -71,8 +71,25 @@ class Sources:
 
         Raises:
             BudgetExceededError: when the plan's budget is used up: the plan is wrong.
-            CorruptionError: see `BlockReader.read` and `BlockReader.read_coarse`.
+            CorruptionError: see `BlockReader.read` and `BlockReader.read_coarse`; it names the expert, the tensor and
+                the block.
         """
+        try:
+            return self._delta(expert, tensor, number, depth, base, values, out)
+        except CorruptionError as error:
+            name = self.plan.experts[expert][:12]
+            raise CorruptionError(f"expert {name}, tensor '{tensor}', block {number}: {error}") from error
+
+    def _delta(
+        self,
+        expert: int,
+        tensor: str,
+        number: int,
+        depth: int,
+        base: BaseBlock,
+        values: NDArray[Any],
+        out: NDArray[Any] | None,
+    ) -> NDArray[Any]:
         found = self.experts[expert].tensor_by_name[tensor]
         block = _block_id(found, number)
         if depth == EXACT:

@@ -84,6 +84,12 @@ class Candidates:
         return found
 
     @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """The number of each one's block among all blocks of all tensors."""
+        first = np.cumsum([0, *self.block_counts])
+        return np.asarray(first[self.tensor] + self.block)
+
+    @cached_property
     def _starts(self) -> NDArray[np.int64]:
         return np.searchsorted(self.tensor, np.arange(len(self.tensors) + 1))
 

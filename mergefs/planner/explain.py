@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.tiers.layout import COARSE_TIERS
 from mergefs.planner.candidates import Candidates
+from mergefs.planner.quality import relative
 from mergefs.planner.resolve import Planned
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)(?:\.|$)")
@@ -87,7 +88,7 @@ def curve(planned: Planned) -> list[dict[str, float]]:
 def _point(planned: Planned, depth: NDArray[np.int64]) -> dict[str, float]:
     assert planned.quality is not None
     found = planned.candidates
-    error = planned.quality.predict(found, depth)
+    error = planned.quality.predict(depth)
     return {"bytes": int(found.cost_at(depth).sum()), "error": 1.0 if error is None else error}
 
 
@@ -104,9 +105,10 @@ def _row(planned: Planned, name: str, mine: NDArray[np.bool_]) -> dict[str, Any]
         "cancelled": None,
     }
     if quality is not None and not planned.everything:
-        worth, own = float(quality.worth[mine].sum()), float(quality.own[mine].sum())
-        row["error"] = float(np.sqrt(quality.remaining(depth)[mine].sum() / worth)) if worth > 0 else None
-        row["cancelled"] = max(0.0, 1 - worth / own) if own > 0 else None
+        own = float(quality.own[mine].sum())
+        whole = float(quality.norm_terms[mine].sum())
+        row["error"] = relative(float(quality.error_terms(depth)[mine].sum()), whole)
+        row["cancelled"] = max(0.0, 1 - whole / own) if own > 0 else None
     return row
 
 

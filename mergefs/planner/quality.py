@@ -1,17 +1,18 @@
 """How much error of the merged result is left at each depth of each block.
 
-Not reading a block costs its Shapley value in the squared norm of the merged delta: the mean, over all orders of
-adding blocks, of what it adds. For |sum c_i d_i|^2 that is exactly c_i <d_i, sum_j c_j d_j>: a block that the other
-experts cancel is worth little. Of what remains after coarse tiers, a share r_i of |d_i|^2, most is noise of the
-quantiser, independent from expert to expert, and counts with c_i^2 alone; what it still has in common with the
-other experts' is about r_i r_j <d_i, d_j>, as for any quantiser whose levels are the means of what they stand for.
-Where a method trims, drops or elects, it turns what remains of the experts' deltas into more or less error of its
-result: how much, a simulation on the sampled elements tells.
+The error of a sum of deltas, |sum_i c_i e_i|^2 with e_i what is left of d_i, has the terms c_i^2 |e_i|^2 and, for each
+two experts, 2 c_i c_j <e_i, e_j>. A block that is read to a depth has the share s of |d|^2 left: 1 unread, 0 exactly.
+For a quantiser whose levels are the means of what they stand for, <e_i, e_j> is about s_i s_j <d_i, d_j>: the noise
+of two experts is independent, and what is left of the deltas themselves is not. So the error is
+
+    sum_i s_i (c_i^2 |d_i|^2 + c_i <d_i, sum_(j != i) s_j c_j d_j>).
+
+Where a method trims, drops or elects, it turns what is left of the deltas into more or less error of its result: how
+much, a simulation on the sampled elements tells, and shares of its error take the place of shares of energy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,38 +31,70 @@ inner products are estimates."""
 
 @dataclass(frozen=True)
 class Quality:
-    """The error at every depth.
+    """What is known of the error; arrays of one row for each candidate, weighted by importance.
 
     Attributes:
-        error: float64[n, 5]: squared error of the merged delta at depth 0 to 4 of each candidate; infinite where there
-            is no such depth, 0 from the exact one on.
-        worth: float64[n]: the share of each in the squared norm of the merged delta.
+        found: the candidates.
+        shares: float64[n, 5]: how much of each is left at depth 0 to 4; infinite where there is no such depth.
         own: float64[n]: the energy of its own weighted delta.
+        together: float64[n]: the inner product of its weighted delta with those of the other experts.
         simulation: for methods that decide by elements; None for the others, or where too little is known.
     """
 
-    error: NDArray[np.float64]
-    worth: NDArray[np.float64]
+    found: Candidates
+    shares: NDArray[np.float64]
     own: NDArray[np.float64]
+    together: NDArray[np.float64]
     simulation: Simulation | None
 
-    def remaining(self, depth: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return what is left of each at its depth."""
-        return np.asarray(self.error[np.arange(len(depth)), depth])
+    def errors(self, others: float) -> NDArray[np.float64]:
+        """Return float64[n, 5]: what each depth of a block leaves of the squared error.
 
-    def predict(self, found: Candidates, depth: NDArray[np.int64]) -> float | None:
+        Args:
+            others: the share that is left of the other experts' blocks, 0 to 1: with it grows what a block has in
+                common with them.
+        """
+        worth = np.maximum(self.own + 2.0 * others * self.together, _LEAST_WORTH * self.own)
+        with np.errstate(invalid="ignore"):
+            found = worth[:, None] * self.shares
+        found[np.isnan(found)] = np.inf  # no such depth of a block that is worth nothing
+        return found
+
+    def left(self, depth: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return which share is left of each at its depth."""
+        return np.asarray(self.shares[np.arange(len(depth)), depth])
+
+    def error_terms(self, depth: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return each block's part in the squared error."""
+        share = self.left(depth)
+        # What is left of the others in the same place: the mean over them, by the norms of their deltas.
+        places = self.found.places
+        norms = np.sqrt(self.own)
+        sums = np.bincount(places, norms, minlength=1)
+        kept = np.bincount(places, norms * share, minlength=1)
+        others = (kept[places] - norms * share) / np.maximum(sums[places] - norms, 1e-300)
+        return np.asarray(share * (self.own + np.clip(others, 0.0, 1.0) * self.together))
+
+    @property
+    def norm_terms(self) -> NDArray[np.float64]:
+        """Each block's part in the squared norm of the merged delta."""
+        return self.own + self.together
+
+    def predict(self, depth: NDArray[np.int64]) -> float | None:
         """Return the error of the merged delta relative to its norm; None where nothing is known."""
+        found = self.found
         if bool((depth == found.tiers).all()):
             return 0.0
         if self.simulation is not None:
             exact = np.where(depth == found.tiers, DEPTHS - 1, depth)
             squared = self.simulation.error({n: found.grid(n, exact) for n in range(len(found.tensors))})
-        else:
-            whole = float(self.worth.sum())
-            if whole <= 0.0:
-                return None
-            squared = min(1.0, float(self.remaining(depth).sum()) / whole)
-        return float(np.sqrt(squared))
+            return float(np.sqrt(squared))
+        return relative(float(self.error_terms(depth).sum()), float(self.norm_terms.sum()))
+
+
+def relative(error: float, norm: float) -> float | None:
+    """Return the root of a squared error over a squared norm, both of them estimates; None where there is no norm."""
+    return float(np.sqrt(min(1.0, max(0.0, error) / norm))) if norm > 0.0 else None
 
 
 def assess(
@@ -71,7 +104,7 @@ def assess(
     weights: list[NDArray[np.float64]],
     simulation: Simulation | None,
 ) -> Quality:
-    """Return the error at every depth.
+    """Return what is known of the error.
 
     Args:
         found: all candidates, of which all statistics are known.
@@ -80,46 +113,34 @@ def assess(
         weights: for each tensor float64[blocks]: its blocks' importance.
         simulation: of the merge, for methods that decide by elements.
     """
-    squares = np.array(coefficients)[found.expert] ** 2
-    own = squares * found.rows["energy"]
-    worth = own.copy()
+    own = np.array(coefficients)[found.expert] ** 2 * found.rows["energy"]
+    together = np.zeros(len(found))
     for number in range(len(found.tensors)):
         mine = found.of_tensor(number)
         if mine.start < mine.stop:
-            together = _together(found, measured, number, coefficients)
-            if together is not None:
-                worth[mine] = np.maximum(own[mine] + together, _LEAST_WORTH * own[mine])
-    error = np.full((len(found), DEPTHS), np.inf)
-    error[:, 0] = worth
-    coarse = found.rows["errors"].astype(np.float64)
-    share = coarse / np.maximum(found.rows["energy"], 1e-300)[:, None]
+            together[mine] = _together(found, measured, number, coefficients)
+    shares = np.ones((len(found), DEPTHS))
+    coarse = found.rows["errors"] / np.maximum(found.rows["energy"], 1e-300)[:, None]
     if simulation is not None and simulation.tells:
-        error[:, 1 : 1 + COARSE_TIERS] = worth[:, None] * _curve(found, simulation)(share)
+        coarse = np.interp(coarse, *_curve(found, simulation))
     else:
         simulation = None
-        error[:, 1 : 1 + COARSE_TIERS] = squares[:, None] * coarse + (worth - own)[:, None] * share**2
-        # A block that others cancel is worth less than the noise of its first tiers: reading it is not worse.
-        error[:, 0] = np.maximum(error[:, 0], np.nan_to_num(error[:, 1], nan=0.0))
-    error[np.isnan(error)] = np.inf
-    error[np.arange(DEPTHS)[None, :] >= found.tiers[:, None]] = 0.0
-    first = np.cumsum([0, *found.block_counts])[:-1]
-    factor = np.concatenate([np.empty(0), *weights])[first[found.tensor] + found.block]
-    with np.errstate(invalid="ignore"):
-        error *= factor[:, None]
-    error[np.isnan(error)] = np.inf  # infinite times nothing
-    return Quality(error, worth * factor, own * factor, simulation)
+    shares[:, 1 : 1 + COARSE_TIERS] = np.where(np.isnan(coarse), np.inf, coarse)
+    shares[np.arange(DEPTHS)[None, :] >= found.tiers[:, None]] = 0.0
+    factor = np.concatenate([np.empty(0), *weights])[found.places]
+    return Quality(found, shares, own * factor, together * factor, simulation)
 
 
 def _together(
     found: Candidates, measured: Measurer, number: int, coefficients: tuple[float, ...]
-) -> NDArray[np.float64] | None:
-    """Return the inner product of each candidate of a tensor with the other experts' blocks; None without sketches."""
+) -> NDArray[np.float64]:
+    """Return the inner product of each candidate of a tensor with the other experts' blocks, by their sketches."""
     mine = found.of_tensor(number)
     blocks, name = found.block_counts[number], found.tensors[number].name
     experts = np.unique(found.expert[mine])
     sketches = [measured.statistics(int(expert), name).sketches for expert in experts]
     if any(len(sketch) != blocks for sketch in sketches):
-        return None
+        return np.zeros(mine.stop - mine.start)  # a small tensor
     stacked = np.stack([from_bfloat16(sketch) for sketch in sketches])
     stacked *= np.array(coefficients, np.float32)[experts][:, None, None]
     with_all = np.einsum("ebs,bs->eb", stacked, stacked.sum(axis=0))
@@ -128,14 +149,12 @@ def _together(
     return np.asarray(products[place, found.block[mine]])
 
 
-def _curve(found: Candidates, simulation: Simulation) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-    """Return the function from the share of a delta's energy that remains to that of the merged delta's error."""
+def _curve(found: Candidates, simulation: Simulation) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return points of the share of deltas' energy that is left, and of the merged delta's error then."""
     energy = float(found.rows["energy"].sum())
     shares, errors = [0.0], [0.0]
     for depth in range(COARSE_TIERS, 0, -1):
         left = float(np.nansum(found.rows["errors"][:, depth - 1].astype(np.float64)))
         shares.append(left / energy)
         errors.append(simulation.uniform(depth))
-    x = np.maximum.accumulate([*shares, 1.0])
-    y = np.maximum.accumulate([*errors, 1.0])
-    return lambda share: np.interp(share, x, y)
+    return np.maximum.accumulate([*shares, 1.0]), np.maximum.accumulate([*errors, 1.0])

@@ -28,6 +28,11 @@ from mergefs.statistics.tensor import trim_rank
 from mergefs.store import Store
 from mergefs.units import format_size
 
+_SETTLED_BY = 1 << 14
+"""Blocks that are looked at to find out how much a budget leaves."""
+
+_ROUNDS = 4
+
 
 @dataclass(frozen=True)
 class Models:
@@ -93,7 +98,7 @@ class Planned:
         """The merged delta's error relative to its norm, weighted by importance; None where nothing is known."""
         if self.everything:
             return 0.0
-        return None if self.quality is None else self.quality.predict(self.candidates, self.depth)
+        return None if self.quality is None else self.quality.predict(self.depth)
 
     def reread_bytes(self, before: Plan, is_read: Callable[[Tensor, int], bool]) -> int:
         """Return how many of the bytes an earlier plan of the same models read as well.
@@ -189,7 +194,7 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
         for e, name in found.unknown:
             measured.statistics(e, name)
         quality = _assess(store, recipe, draft, found, measured, thresholds, weights)
-        frontier = _frontier(found, quality, aim, seed)
+        frontier = _frontier(found, quality, aim, limit, seed)
         depth, limit = _choose(found, quality, frontier, aim, limit)
         counter.limit_expert(limit)
     digits = found.digits(depth)
@@ -223,12 +228,32 @@ def _assess(
     return assess(found, measured, recipe.method.coefficients(draft), weights, simulation)
 
 
-def _frontier(found: Candidates, quality: Quality, aim: Aim, seed: int) -> Frontier:
+def _frontier(found: Candidates, quality: Quality, aim: Aim, limit: int | None, seed: int) -> Frontier:
     floor = np.zeros(len(found), np.int64) if aim.floor is None else planned_depths(found, aim.floor)
-    if aim.planner == "tiers":
-        return by_tiers(found.cost, quality.error, found.tiers, floor)
-    rank = hash_rank(seed, len(found)) if aim.planner == "hash" else None
-    return by_blocks(found.cost, quality.error, found.tiers, floor, rank)
+    if aim.planner == "hash":
+        return by_blocks(found.cost, quality.errors(0.0), found.tiers, floor, hash_rank(seed, len(found)))
+    steps = by_tiers if aim.planner == "tiers" else by_blocks
+    if aim.max_error:
+        others = aim.max_error**2
+    else:
+        assert limit is not None
+        others = _settle(found, quality, steps, floor, limit)
+    return steps(found.cost, quality.errors(others), found.tiers, floor)
+
+
+def _settle(
+    found: Candidates, quality: Quality, steps: Callable[..., Frontier], floor: NDArray[np.int64], limit: int
+) -> float:
+    """Return the share of the deltas that a budget leaves, which what it is best spent on depends on."""
+    some = slice(None, None, max(1, len(found) // _SETTLED_BY))
+    cost, own = found.cost[some], quality.own[some]
+    budget = int(limit * (cost[:, -1].sum() / max(1, found.full_cost.sum())))
+    others = 1.0
+    for _ in range(_ROUNDS):
+        depth = steps(cost, quality.errors(others)[some], found.tiers[some], floor[some]).within(budget)
+        left = quality.shares[some][np.arange(len(depth)), depth]
+        others = float(left @ own / own.sum()) if own.any() else 0.0
+    return others
 
 
 def _choose(
@@ -241,15 +266,16 @@ def _choose(
     """
     if limit is not None and frontier.floor_cost > limit:
         raise BudgetError(
-            f"a budget of {limit} bytes is less than the {frontier.floor_cost} bytes that the model was made from"
+            f"a budget of {limit} bytes is less than the {frontier.floor_cost} bytes that the model was made from: give"
+            " more than that"
         )
     if not aim.max_error:
         assert limit is not None
         return frontier.within(limit), limit
-    depth = _least(found, quality, frontier, aim.max_error)
+    depth = _least(quality, frontier, aim.max_error)
     needed = int(found.cost_at(depth).sum())
     if limit is not None and needed > limit:
-        reached = quality.predict(found, frontier.within(limit)) or 0.0
+        reached = quality.predict(frontier.within(limit)) or 0.0
         raise BudgetError(
             f"an error of {aim.max_error:g} takes {format_size(needed)} ({needed} bytes), more than the budget of"
             f" {limit} bytes, which allows an error of {reached:.3f}"
@@ -257,12 +283,12 @@ def _choose(
     return depth, needed
 
 
-def _least(found: Candidates, quality: Quality, frontier: Frontier, error: float) -> NDArray[np.int64]:
+def _least(quality: Quality, frontier: Frontier, error: float) -> NDArray[np.int64]:
     """Return the depths after the fewest steps that leave no more error than that."""
     low, high = 0, len(frontier)
     while low < high:
         middle = (low + high) // 2
-        left = quality.predict(found, frontier.after(middle))
+        left = quality.predict(frontier.after(middle))
         if left is not None and left <= error:
             high = middle
         else:
