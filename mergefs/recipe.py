@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,12 @@ import yaml
 from mergefs.errors import RecipeError
 from mergefs.merge import registry
 from mergefs.merge.method import Method
-from mergefs.merge.parameters import Scalar
+from mergefs.merge.parameters import INT8_MASK, Scalar
+from mergefs.planner.plan import Numbers
+from mergefs.setting import Setting, read_setting
 
-_KEYS = {"models", "merge_method", "base_model", "parameters", "dtype", "tokenizer_source"}
-_NOT_YET = {"slices", "modules", "out_dtype", "tokenizer", "chat_template"}
+_KEYS = {"models", "merge_method", "base_model", "parameters", "dtype", "out_dtype", "tokenizer_source"}
+_NOT_YET = {"slices", "modules", "tokenizer", "chat_template"}
 _MODEL_KEYS = {"model", "parameters"}
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """The output dtypes of a recipe, and their safetensors names."""
@@ -30,8 +31,8 @@ class Recipe:
         method: the merge method.
         base_model: how the recipe names the base, or None.
         models: how it names each model, in order (the base left out where the method needs one).
-        parameters: for each model, every parameter of the method with its value.
-        shared: the parameters that are not per model.
+        own: for each model, what the recipe gives for it alone.
+        given: what the recipe gives for all models.
         dtype: the output dtype's safetensors name, or None for the base's.
         text: the YAML as given.
     """
@@ -39,8 +40,8 @@ class Recipe:
     method: Method
     base_model: str | None
     models: tuple[str, ...]
-    parameters: tuple[Mapping[str, Scalar], ...]
-    shared: Mapping[str, Scalar]
+    own: tuple[Mapping[str, Setting], ...]
+    given: Mapping[str, Setting]
     dtype: str | None
     text: str
 
@@ -77,20 +78,68 @@ class Recipe:
             base = _model_name(base, where)
         if method.needs_base and base is None:
             raise RecipeError(f"{where}: {method.name} needs a base_model")
-        shared_given = _parameters(value.get("parameters"), where, method)
-        models, parameters = [], []
+        given = _parameters(value.get("parameters"), where, method)
+        models, own = [], []
         for item in _models(value, where):
             name = _model_name(item.get("model"), where)
-            given = {**shared_given, **_parameters(item.get("parameters"), f"{where}: model {name}", method)}
+            mine = _parameters(item.get("parameters"), f"{where}: model {name}", method)
             if method.needs_base and name == base:
                 continue
             models.append(name)
-            parameters.append(_resolve(given, method, f"{where}: model {name}"))
+            own.append(mine)
+            _check_given(method, {**given, **mine}, f"{where}: model {name}", per_model=True)
         if not models:
             raise RecipeError(f"{where}: it names no model besides the base")
-        shared = _resolve(shared_given, method, where, per_model=False)
-        _check_weights(method, parameters, shared, where)
-        return cls(method, base, tuple(models), tuple(parameters), shared, _dtype(value, where), text)
+        _check_given(method, given, where, per_model=False)
+        recipe = cls(method, base, tuple(models), tuple(own), given, _dtype(value, where), text)
+        if not any(len(s.conditions) > 1 or s.conditions[0].filter for s in recipe.settings):
+            for position in (0.0, 1.0):
+                recipe.numbers("", position)
+        return recipe
+
+    @property
+    def settings(self) -> list[Setting]:
+        """All that the recipe gives."""
+        return [setting for part in (self.given, *self.own) for setting in part.values()]
+
+    def numbers(self, tensor: str, position: float) -> Numbers:
+        """Return the method's parameters for a tensor.
+
+        A model's own setting goes before what is given for all, and that before the method's default.
+
+        Args:
+            tensor: its name.
+            position: where it lies between the first layer, 0, and the last one, 1.
+
+        Raises:
+            RecipeError: when a parameter that has no default is not given for it, or the weights cannot be normalized.
+        """
+        specs = self.method.parameters
+
+        def value(name: str, parts: tuple[Mapping[str, Setting], ...], whose: str) -> Scalar:
+            for part in parts:
+                found = part[name].value(tensor, position) if name in part else None
+                if found is not None:
+                    return found
+            default = specs[name].default
+            if default is None:
+                raise RecipeError(f"{whose} has no {name} for tensor '{tensor}': give one that its filters do not miss")
+            return default
+
+        experts = tuple(
+            {name: value(name, (own, self.given), f"model {model}") for name in specs if specs[name].per_model}
+            for model, own in zip(self.models, self.own, strict=True)
+        )
+        shared = {
+            name: value(name, (self.given,), "the recipe")
+            for name in specs
+            if not specs[name].per_model and name != INT8_MASK
+        }
+        numbers = Numbers(experts, shared)
+        if self.method.name == "linear" and shared["normalize"] and abs(sum(numbers.weights)) < 1e-8:
+            of = f" of tensor '{tensor}'" if tensor else ""
+            raise RecipeError(f"the weights{of} add up to 0 and cannot be normalized: set normalize: false")
+        return numbers
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -164,56 +213,30 @@ def _model_name(value: Any, where: str) -> str:
     return value
 
 
-def _parameters(value: Any, where: str, method: Method) -> dict[str, Scalar]:
+def _parameters(value: Any, where: str, method: Method) -> dict[str, Setting]:
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise RecipeError(f"{where}: 'parameters' has to map names to values")
-    return {name: _scalar(name, given, where, method) for name, given in value.items()}
-
-
-def _scalar(name: str, value: Any, where: str, method: Method) -> Scalar:
-    spec = method.parameters.get(name)
-    if spec is None:
-        raise RecipeError(f"{where}: {method.name} has no parameter '{name}': it has {', '.join(method.parameters)}")
-    if isinstance(value, (list, dict)):
-        raise RecipeError(f"{where}: '{name}' is a gradient or filter, which is not supported yet: give one value")
-    if spec.is_flag:
-        if not isinstance(value, bool) and value not in (0, 1):
-            raise RecipeError(f"{where}: '{name}' is {value!r}: it is true or false")
-        return bool(value)
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RecipeError(f"{where}: '{name}' is {value!r}: it has to be a number")
-    if not spec.lowest <= number <= spec.highest:
-        raise RecipeError(f"{where}: '{name}' is {number:g}: it has to be in {spec.lowest:g}..{spec.highest:g}")
-    return number
-
-
-def _resolve(given: Mapping[str, Scalar], method: Method, where: str, *, per_model: bool = True) -> dict[str, Scalar]:
-    found: dict[str, Scalar] = {}
-    for name, spec in method.parameters.items():
-        if spec.per_model is not per_model:
-            continue
-        value = given.get(name, spec.default)
-        if value is None:
-            raise RecipeError(f"{where} has no {name}: give one under its parameters, or under the recipe's")
-        found[name] = value
+    found = {}
+    for name, given in value.items():
+        spec = method.parameters.get(name)
+        if spec is None:
+            raise RecipeError(
+                f"{where}: {method.name} has no parameter '{name}': it has {', '.join(method.parameters)}"
+            )
+        found[name] = read_setting(given, spec, f"{where}: '{name}'")
     return found
 
 
-def _check_weights(
-    method: Method, parameters: list[dict[str, Scalar]], shared: Mapping[str, Scalar], where: str
-) -> None:
-    if method.name == "linear" and shared["normalize"] and abs(sum(p["weight"] for p in parameters)) < 1e-8:
-        raise RecipeError(f"{where}: the weights add up to 0 and cannot be normalized: set normalize: false")
+def _check_given(method: Method, given: Mapping[str, Setting], where: str, *, per_model: bool) -> None:
+    for name, spec in method.parameters.items():
+        if spec.per_model is per_model and spec.default is None and name not in given:
+            raise RecipeError(f"{where} has no {name}: give one under its parameters, or under the recipe's")
 
 
 def _dtype(value: dict[str, Any], where: str) -> str | None:
-    name = value.get("dtype")
+    name = value.get("out_dtype", value.get("dtype"))
     if name is None:
         return None
     if not isinstance(name, str) or name not in DTYPES:

@@ -282,9 +282,8 @@ class _Ingesting:
 def _plan_value(planned: Planned, began: float, written: int) -> dict[str, Any]:
     from mergefs.merge.derive import needs_arithmetic
 
-    found = planned.plan.tensor_by_name
     blocks = [
-        needs_arithmetic(planned.plan, tensor, found[tensor.name].planned(number) if tensor.name in found else ())
+        needs_arithmetic(planned.plan, tensor, number)
         for tensor in planned.base.tensors
         for number in range(len(tensor.blocks))
     ]

@@ -99,6 +99,7 @@ def _compare(mine: Sources, its: Sources, tensor: Tensor, number: int, weight: f
     base = its.base_block(tensor, number)
     exact = merged_values(its, tensor, number, base).astype(np.float64)
     error = merged_values(mine, tensor, number, base) - exact
-    scale = registry.method(its.plan.method).base_scale(its.plan)
+    planned = its.plan.tensor_by_name[tensor.name]
+    scale = registry.method(its.plan.method).base_scale(its.plan.numbers_of(planned))
     delta = exact - scale * to_float(base.raw, tensor.dtype)
     return weight * float(error @ error), weight * float(delta @ delta)

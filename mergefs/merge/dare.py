@@ -12,7 +12,7 @@ from mergefs.merge.linear import combine, delta_scale
 from mergefs.merge.method import BlockInputs, Method
 from mergefs.merge.parameters import DENSITY, OF_DELTAS, OFF, ON
 from mergefs.merge.ties import elect
-from mergefs.planner.plan import Plan
+from mergefs.planner.plan import Numbers, Plan
 
 PARAMETERS = {**OF_DELTAS, "density": DENSITY, "normalize": OFF, "rescale": ON}
 
@@ -22,7 +22,7 @@ def drop(inputs: BlockInputs) -> None:
     from mergefs.merge import kernels
 
     for row, expert in enumerate(inputs.experts):
-        density = inputs.plan.densities[expert]
+        density = inputs.numbers.densities[expert]
         if density < 1.0:
             key0, key1 = mask_key(inputs.plan, expert, inputs.tensor.name)
             kernels.drop(inputs.deltas[row], inputs.first, key0, key1, round(density * 2**32))
@@ -40,11 +40,11 @@ def mask_key(plan: Plan, expert: int, tensor: str) -> tuple[int, int]:
     return low, high
 
 
-def rescaled(plan: Plan) -> tuple[float, ...]:
+def rescaled(numbers: Numbers) -> tuple[float, ...]:
     """Return the weights, divided by the density when `rescale`, so that the expected delta is unchanged."""
-    if not plan.settings["rescale"]:
-        return plan.weights
-    return tuple(w / d if d > 0 else 0.0 for w, d in zip(plan.weights, plan.densities, strict=True))
+    if not numbers.shared["rescale"]:
+        return numbers.weights
+    return tuple(w / d if d > 0 else 0.0 for w, d in zip(numbers.weights, numbers.densities, strict=True))
 
 
 class DareLinear(Method):
@@ -57,9 +57,8 @@ class DareLinear(Method):
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
         drop(inputs)
-        plan = inputs.plan
-        scale = delta_scale(plan)
-        return combine(inputs, 1.0, tuple(w * scale for w in rescaled(plan)))
+        scale = delta_scale(inputs.numbers)
+        return combine(inputs, 1.0, tuple(w * scale for w in rescaled(inputs.numbers)))
 
 
 class DareTies(Method):
@@ -75,9 +74,9 @@ class DareTies(Method):
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
         drop(inputs)
-        plan = inputs.plan
-        if plan.settings["rescale"]:
+        numbers = inputs.numbers
+        if numbers.shared["rescale"]:
             for row, expert in enumerate(inputs.experts):
-                density = plan.densities[expert]
+                density = numbers.densities[expert]
                 inputs.deltas[row] *= 1.0 / density if density > 0 else 0.0
-        return elect(inputs, plan.weights, ())
+        return elect(inputs, numbers.weights, ())

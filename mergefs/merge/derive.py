@@ -18,7 +18,7 @@ from mergefs.manifest import Tensor
 from mergefs.merge import registry
 from mergefs.merge.method import BlockInputs
 from mergefs.merge.sources import BaseBlock, DeltaIterator, Sources, wants_double
-from mergefs.planner.plan import Plan, TensorPlan
+from mergefs.planner.plan import Plan
 
 
 def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None = None) -> Buffer:
@@ -35,7 +35,7 @@ def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None
     """
     plan = sources.plan
     base = base or sources.base_block(tensor, number)
-    if not needs_arithmetic(plan, tensor, _planned(plan, tensor).planned(number)):
+    if not needs_arithmetic(plan, tensor, number):
         return base.raw
     return from_float(merged_values(sources, tensor, number, base), output_dtype(plan, tensor))
 
@@ -47,16 +47,19 @@ def merged_values(sources: Sources, tensor: Tensor, number: int, base: BaseBlock
     Args, Raises: see `derive`; the tensor is of a float dtype.
     """
     plan = sources.plan
-    planned = _planned(plan, tensor)
-    experts = planned.planned(number)
+    planned = plan.tensor_by_name.get(tensor.name)
     values = to_float(base.raw, tensor.dtype)
+    if planned is None:
+        return values
+    experts = planned.planned(number)
     if wants_double(sources, tensor, experts):
         values = values.astype(np.float64)
     deltas = np.empty((len(experts), values.size), values.dtype)
     for _ in DeltaIterator(sources, planned, number, base, values, out=deltas):
         pass
     first, _ = tensor.grid(sources.base.block_elements).extent(number)
-    return registry.method(plan.method).merge(BlockInputs(plan, planned, values, deltas, experts, first))
+    numbers = plan.numbers_of(planned)
+    return registry.method(plan.method).merge(BlockInputs(plan, planned, numbers, values, deltas, experts, first))
 
 
 def output_dtype(plan: Plan, tensor: Tensor) -> DType:
@@ -64,14 +67,13 @@ def output_dtype(plan: Plan, tensor: Tensor) -> DType:
     return DTYPES[plan.dtype] if plan.dtype and tensor.dtype.is_float else tensor.dtype
 
 
-def needs_arithmetic(plan: Plan, tensor: Tensor, experts: tuple[int, ...]) -> bool:
-    """Tell whether a block differs from the base's where these experts are read for it."""
+def needs_arithmetic(plan: Plan, tensor: Tensor, number: int) -> bool:
+    """Tell whether a block of the merged tensor differs from the base's."""
     if not tensor.dtype.is_float:
         return False
-    if experts or output_dtype(plan, tensor) is not tensor.dtype:
+    if output_dtype(plan, tensor) is not tensor.dtype:
         return True
-    return registry.method(plan.method).base_scale(plan) != 1.0
-
-
-def _planned(plan: Plan, tensor: Tensor) -> TensorPlan:
-    return plan.tensor_by_name.get(tensor.name) or TensorPlan(tensor.name, ())
+    planned = plan.tensor_by_name.get(tensor.name)
+    if planned is None:
+        return False
+    return bool(planned.planned(number)) or registry.method(plan.method).base_scale(plan.numbers_of(planned)) != 1.0

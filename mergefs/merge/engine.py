@@ -136,6 +136,8 @@ class _Earlier:
         mine, its = mine or TensorPlan(tensor.name, ()), its or TensorPlan(tensor.name, ())
         if mine.depths_at(number) != its.depths_at(number) or mine.thresholds != its.thresholds:
             return None
+        if plan.numbers_of(mine) != self.plan.numbers_of(its):
+            return None
         return self.manifest.tensor_by_name[tensor.name].blocks[number]
 
 
@@ -424,8 +426,7 @@ class _Run:
                     yield _Job(tensor, number)
 
     def _is_derived(self, tensor: Tensor, number: int) -> bool:
-        planned = self._plan.tensor_by_name.get(tensor.name) or TensorPlan(tensor.name, ())
-        return needs_arithmetic(self._plan, tensor, planned.planned(number))
+        return needs_arithmetic(self._plan, tensor, number)
 
     def _sources(self, jobs: list[_Job]) -> Sources:
         """Return the models, of which what these jobs need is read in large pieces."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mergefs.merge.method import BlockInputs, Method
 from mergefs.merge.parameters import INT8_MASK, OF_DELTAS, OFF, ON, WEIGHT
-from mergefs.planner.plan import Plan
+from mergefs.planner.plan import Numbers
 
 
 def combine(inputs: BlockInputs, base_scale: float, coefficients: tuple[float, ...]) -> NDArray[Any]:
@@ -23,12 +23,12 @@ def combine(inputs: BlockInputs, base_scale: float, coefficients: tuple[float, .
     return out
 
 
-def delta_scale(plan: Plan) -> float:
+def delta_scale(numbers: Numbers) -> float:
     """Return lambda, divided by the sum of the weights when `normalize` (not where that is near 0, as mergekit
     has it)."""
-    total = sum(plan.weights)
-    divisor = total if plan.settings["normalize"] and abs(total) >= 1e-8 else 1.0
-    return float(plan.settings["lambda"]) / divisor
+    total = sum(numbers.weights)
+    divisor = total if numbers.shared["normalize"] and abs(total) >= 1e-8 else 1.0
+    return float(numbers.shared["lambda"]) / divisor
 
 
 class Linear(Method):
@@ -40,18 +40,18 @@ class Linear(Method):
     needs_base = False
     decides = False
 
-    def base_scale(self, plan: Plan) -> float:
+    def base_scale(self, numbers: Numbers) -> float:
         """See `Method.base_scale`."""
-        return 1.0 if plan.settings["normalize"] else sum(plan.weights)
+        return 1.0 if numbers.shared["normalize"] else sum(numbers.weights)
 
-    def coefficients(self, plan: Plan) -> tuple[float, ...]:
+    def coefficients(self, numbers: Numbers) -> tuple[float, ...]:
         """See `Method.coefficients`: here they are known exactly."""
-        divisor = sum(plan.weights) if plan.settings["normalize"] else 1.0
-        return tuple(w / divisor for w in plan.weights)
+        divisor = sum(numbers.weights) if numbers.shared["normalize"] else 1.0
+        return tuple(w / divisor for w in numbers.weights)
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
-        return combine(inputs, self.base_scale(inputs.plan), self.coefficients(inputs.plan))
+        return combine(inputs, self.base_scale(inputs.numbers), self.coefficients(inputs.numbers))
 
 
 class TaskArithmetic(Method):
@@ -61,11 +61,11 @@ class TaskArithmetic(Method):
     parameters: ClassVar = {**OF_DELTAS, "normalize": OFF}
     decides = False
 
-    def coefficients(self, plan: Plan) -> tuple[float, ...]:
+    def coefficients(self, numbers: Numbers) -> tuple[float, ...]:
         """See `Method.coefficients`: here they are known exactly."""
-        scale = delta_scale(plan)
-        return tuple(w * scale for w in plan.weights)
+        scale = delta_scale(numbers)
+        return tuple(w * scale for w in numbers.weights)
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
-        return combine(inputs, 1.0, self.coefficients(inputs.plan))
+        return combine(inputs, 1.0, self.coefficients(inputs.numbers))

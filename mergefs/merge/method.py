@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 
 from mergefs.merge.parameters import ParameterSpec
-from mergefs.planner.plan import Plan, TensorPlan
+from mergefs.planner.plan import Numbers, Plan, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class BlockInputs:
     """All that a method may look at.
 
     Attributes:
-        plan, tensor: the numbers.
+        plan, tensor: what is to be done.
+        numbers: the method's parameters for this tensor.
         base: float32[n] (float64[n] where a float64 tensor is involved): the base's elements.
         deltas: [k, n] of the same dtype: expert minus base, of the experts that the plan reads here.
         experts: which experts those are.
@@ -27,6 +28,7 @@ class BlockInputs:
 
     plan: Plan
     tensor: TensorPlan
+    numbers: Numbers
     base: NDArray[Any]
     deltas: NDArray[Any]
     experts: tuple[int, ...]
@@ -56,11 +58,11 @@ class Method(ABC):
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """Return the merged elements, [n] of the base's dtype, unrounded. May overwrite the deltas."""
 
-    def base_scale(self, plan: Plan) -> float:
+    def base_scale(self, numbers: Numbers) -> float:
         """Return the factor of the base's elements: 1 unless the method is an unnormalised average."""
         return 1.0
 
-    def coefficients(self, plan: Plan) -> tuple[float, ...]:
+    def coefficients(self, numbers: Numbers) -> tuple[float, ...]:
         """Return for each expert the factor by which its delta enters the result, as far as that is known
         beforehand; the planner weighs what it reads by it."""
-        return tuple(w * float(plan.settings.get("lambda", 1.0)) for w in plan.weights)
+        return tuple(w * float(numbers.shared.get("lambda", 1.0)) for w in numbers.weights)

@@ -19,7 +19,7 @@ def elect(inputs: BlockInputs, weights: tuple[float, ...], thresholds: tuple[flo
     from mergefs.merge import kernels
 
     out = np.empty_like(inputs.base)
-    settings = inputs.plan.settings
+    settings = inputs.numbers.shared
     kernels.elect(
         inputs.base,
         inputs.deltas,
@@ -42,4 +42,4 @@ class Ties(Method):
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
-        return elect(inputs, inputs.plan.weights, inputs.tensor.thresholds)
+        return elect(inputs, inputs.numbers.weights, inputs.tensor.thresholds)

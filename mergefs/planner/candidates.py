@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from mergefs.catalog.tables import Catalog
 from mergefs.manifest import Manifest, Tensor
 from mergefs.planner.measured import Measurer
-from mergefs.planner.plan import EXACT
+from mergefs.planner.plan import EXACT, Numbers
 from mergefs.statistics.stored import tier_bytes
 from mergefs.statistics.tensor import BLOCK, TIERS
 
@@ -99,31 +100,37 @@ class Candidates:
 
 
 def find_candidates(
-    catalog: Catalog, base: Manifest, experts: tuple[Manifest, ...], weights: tuple[float, ...], measured: Measurer
+    catalog: Catalog, base: Manifest, experts: tuple[Manifest, ...], numbers: Mapping[str, Numbers], measured: Measurer
 ) -> Candidates:
     """Return every expert block that differs from the base's.
 
-    Experts of weight 0 have none: their deltas do not enter any result.
+    Experts have none in tensors where their weight is 0: their deltas do not enter the result.
+
+    Args:
+        catalog: where the blocks lie.
+        base, experts: the models.
+        numbers: the method's parameters of each float tensor, by its name.
+        measured: the experts' statistics.
     """
     floats = tuple(tensor for tensor in base.tensors if tensor.dtype.is_float)
     places: list[tuple[int, int]] = []
     rows: list[NDArray[Any]] = []
     unknown: list[tuple[int, str]] = []
-    for number, tensor in enumerate(floats):
+    for place, tensor in enumerate(floats):
         for e, expert in enumerate(experts):
-            if weights[e] == 0.0:
+            if numbers[tensor.name].weights[e] == 0.0:
                 continue
             known = measured.stored(e, tensor.name)
             if known is None:
                 unknown.append((e, tensor.name))
-            places.append((number, e))
+            places.append((place, e))
             rows.append(
                 _located(catalog, tensor, expert.tensor_by_name[tensor.name]) if known is None else known.blocks
             )
     lengths = [len(part) for part in rows]
     every = np.concatenate([np.empty(0, BLOCK), *rows])
     changed = np.flatnonzero(every["bytes"][:, 0])
-    numbers = np.repeat(np.array(places, np.int64).reshape(-1, 2), lengths, axis=0)[changed]
+    whose = np.repeat(np.array(places, np.int64).reshape(-1, 2), lengths, axis=0)[changed]
     firsts = np.repeat(np.cumsum([0, *lengths])[:-1].astype(np.int64), lengths)
     chosen = every[changed]
     cost = np.zeros((len(chosen), DEPTHS), np.int64)
@@ -132,8 +139,8 @@ def find_candidates(
         floats,
         tuple(len(tensor.blocks) for tensor in floats),
         len(experts),
-        numbers[:, 0],
-        numbers[:, 1],
+        whose[:, 0],
+        whose[:, 1],
         changed - firsts[changed],
         chosen,
         cost,

@@ -9,7 +9,7 @@ from mergefs.errors import PlanError
 from mergefs.merge import registry
 from mergefs.planner.candidates import Candidates, find_candidates
 from mergefs.planner.measured import Measurer
-from mergefs.planner.plan import EXACT, Plan
+from mergefs.planner.plan import EXACT, Numbers, Plan
 from mergefs.planner.resolve import trim_thresholds
 from mergefs.store import Store
 
@@ -26,7 +26,10 @@ def check_plan(store: Store, plan: Plan) -> None:
     """
     base, experts = store.manifest(plan.base), tuple(store.manifest(expert) for expert in plan.experts)
     measured = Measurer(store, plan.base, plan.experts, ReadCounter())
-    found = find_candidates(store.catalog, base, experts, plan.weights, measured)
+    numbers = {planned.name: plan.numbers_of(planned) for planned in plan.tensors}
+    nothing = Numbers(tuple({"weight": 0.0} for _ in experts), {})
+    every = {tensor.name: numbers.get(tensor.name, nothing) for tensor in base.tensors}
+    found = find_candidates(store.catalog, base, experts, every, measured)
     measured.limit(0, found.cost_of)
     depth = _depths(found, plan)
     needed = int(found.cost_at(depth).sum())
@@ -35,7 +38,7 @@ def check_plan(store: Store, plan: Plan) -> None:
     method = registry.method(plan.method)
     tensors = {tensor.name: tensor for tensor in found.tensors}
     for planned in plan.tensors:
-        if planned.thresholds != trim_thresholds(plan, method, measured, tensors[planned.name]):
+        if planned.thresholds != trim_thresholds(numbers[planned.name], method, measured, tensors[planned.name]):
             raise _stale(plan, f"the deltas of tensor '{planned.name}' would be trimmed elsewhere now")
 
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.tiers.layout import COARSE_TIERS
 from mergefs.planner.candidates import Candidates
+from mergefs.planner.layers import layer_of
 from mergefs.planner.quality import relative
 from mergefs.planner.resolve import Planned
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)(?:\.|$)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 CURVE_SHARES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3)
@@ -47,8 +47,8 @@ def explain_plan(planned: Planned) -> Explanation:
         _row(planned, f"{number + 1} {identity[:12]}", found.expert == number)
         for number, identity in enumerate(planned.plan.experts)
     ]
-    layer_of_tensor = np.array([_layer(tensor.name) for tensor in found.tensors], np.int64)
-    layer = layer_of_tensor[numbers]
+    of_tensors = [layer_of(tensor.name) for tensor in found.tensors]
+    layer = np.array([-1 if layer is None else layer for layer in of_tensors], np.int64)[numbers]
     layers = [
         _row(planned, "-" if number < 0 else str(number), layer == number) for number in np.unique(layer).tolist()
     ]
@@ -110,8 +110,3 @@ def _row(planned: Planned, name: str, mine: NDArray[np.bool_]) -> dict[str, Any]
         row["error"] = relative(float(quality.error_terms(depth)[mine].sum()), whole)
         row["cancelled"] = max(0.0, 1 - whole / own) if own > 0 else None
     return row
-
-
-def _layer(name: str) -> int:
-    match = _LAYER.search(name)
-    return int(match[1]) if match else -1

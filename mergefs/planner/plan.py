@@ -14,6 +14,7 @@ from typing import Any
 from mergefs import canonical
 from mergefs.errors import CorruptionError, FormatVersionError
 from mergefs.hashing import hex_digest
+from mergefs.merge.parameters import Scalar
 
 FORMAT = "mergefs-plan"
 VERSION = 1
@@ -21,6 +22,33 @@ VERSION = 1
 
 EXACT = 9
 """The depth that means all tiers, however many there are: exact."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A method's parameters, as they are for some tensors.
+
+    Attributes:
+        experts: for each expert the parameters that each has of its own, such as `weight` and `density`.
+        shared: the others, such as `lambda`, `normalize`, `t`.
+    """
+
+    experts: tuple[Mapping[str, Scalar], ...]
+    shared: Mapping[str, Scalar]
+
+    def each(self, name: str, default: float = 1.0) -> tuple[float, ...]:
+        """Return one parameter of every expert; the default where the method has none of that name."""
+        return tuple(float(expert.get(name, default)) for expert in self.experts)
+
+    @cached_property
+    def weights(self) -> tuple[float, ...]:
+        """The experts' weights."""
+        return self.each("weight")
+
+    @cached_property
+    def densities(self) -> tuple[float, ...]:
+        """The experts' densities."""
+        return self.each("density")
 
 
 @dataclass(frozen=True)
@@ -32,11 +60,13 @@ class TensorPlan:
         depths: for each expert a string with one digit for each block: how many tiers of it are read, `9` for all of
             them. `0` also where the expert's block equals the base's.
         thresholds: for each expert the |delta| below which elements are trimmed, or () where nothing is.
+        numbers: which of the plan's numbers are this tensor's.
     """
 
     name: str
     depths: tuple[str, ...]
     thresholds: tuple[float, ...] = ()
+    numbers: int = 0
 
     def planned(self, block: int) -> tuple[int, ...]:
         """Return which experts are read for a block."""
@@ -60,12 +90,11 @@ class Plan:
         base: id of the manifest that deltas are taken from.
         experts: ids of the expert manifests, in the recipe's order.
         baseless: there is no base: deltas are taken from the first expert, which `base` then is.
-        weights, densities: one for each expert; densities 1.0 where the method has none.
-        settings: the method's other numbers and flags, such as `lambda`, `normalize`, `rescale`.
+        numbers: the method's parameters, one set for all tensors that have the same.
         dtype: safetensors name of the output dtype of float tensors, or None for the base's.
         seed: of random methods; 0 for the others.
         budget: the expert bytes that may be read, or None when it did not keep anything from being read.
-        tensors: the tensors that some expert is read for; all others are the base's.
+        tensors: the tensors that are not just the base's.
         recipe: the YAML that it came from.
     """
 
@@ -73,9 +102,7 @@ class Plan:
     base: str
     experts: tuple[str, ...]
     baseless: bool
-    weights: tuple[float, ...]
-    densities: tuple[float, ...]
-    settings: Mapping[str, float | bool]
+    numbers: tuple[Numbers, ...]
     dtype: str | None
     seed: int
     budget: int | None
@@ -93,9 +120,10 @@ class Plan:
                 "base": self.base,
                 "experts": list(self.experts),
                 "baseless": self.baseless,
-                "weights": [repr(w) for w in self.weights],
-                "densities": [repr(d) for d in self.densities],
-                "settings": {k: v if isinstance(v, bool) else repr(v) for k, v in self.settings.items()},
+                "numbers": [
+                    {"experts": [_encoded(e) for e in numbers.experts], "shared": _encoded(numbers.shared)}
+                    for numbers in self.numbers
+                ],
                 "dtype": self.dtype,
                 "seed": self.seed,
                 "budget": self.budget,
@@ -104,6 +132,7 @@ class Plan:
                         "name": t.name,
                         "depths": list(t.depths),
                         "thresholds": [repr(x) for x in t.thresholds],
+                        "numbers": t.numbers,
                     }
                     for t in self.tensors
                 ],
@@ -115,6 +144,10 @@ class Plan:
     def id(self) -> str:
         """The plan's name: the hash of its canonical form."""
         return hex_digest(self.encoded)
+
+    def numbers_of(self, tensor: TensorPlan) -> Numbers:
+        """Return the method's parameters for a tensor."""
+        return self.numbers[tensor.numbers]
 
     @cached_property
     def tensor_by_name(self) -> dict[str, TensorPlan]:
@@ -142,9 +175,10 @@ def decode(data: bytes) -> Plan:
             value["base"],
             tuple(value["experts"]),
             value["baseless"],
-            tuple(float(w) for w in value["weights"]),
-            tuple(float(d) for d in value["densities"]),
-            {k: _setting(v) for k, v in value["settings"].items()},
+            tuple(
+                Numbers(tuple(_decoded(e) for e in numbers["experts"]), _decoded(numbers["shared"]))
+                for numbers in value["numbers"]
+            ),
             value["dtype"],
             value["seed"],
             value["budget"],
@@ -156,8 +190,14 @@ def decode(data: bytes) -> Plan:
 
 
 def _tensor(value: dict[str, Any]) -> TensorPlan:
-    return TensorPlan(value["name"], tuple(value["depths"]), tuple(float(x) for x in value["thresholds"]))
+    return TensorPlan(
+        value["name"], tuple(value["depths"]), tuple(float(x) for x in value["thresholds"]), int(value["numbers"])
+    )
 
 
-def _setting(value: Any) -> float | bool:
-    return value if isinstance(value, bool) else float(value)
+def _encoded(values: Mapping[str, Scalar]) -> dict[str, Any]:
+    return {name: value if isinstance(value, bool) else repr(float(value)) for name, value in values.items()}
+
+
+def _decoded(values: dict[str, Any]) -> dict[str, Scalar]:
+    return {name: value if isinstance(value, bool) else float(value) for name, value in values.items()}

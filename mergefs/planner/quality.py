@@ -100,7 +100,7 @@ def relative(error: float, norm: float) -> float | None:
 def assess(
     found: Candidates,
     measured: Measurer,
-    coefficients: tuple[float, ...],
+    coefficients: NDArray[np.float64],
     weights: list[NDArray[np.float64]],
     simulation: Simulation | None,
 ) -> Quality:
@@ -109,16 +109,16 @@ def assess(
     Args:
         found: all candidates, of which all statistics are known.
         measured: the experts' statistics.
-        coefficients: each expert's factor in the result.
+        coefficients: float64[tensors, experts]: each expert's factor in the result.
         weights: for each tensor float64[blocks]: its blocks' importance.
         simulation: of the merge, for methods that decide by elements.
     """
-    own = np.array(coefficients)[found.expert] ** 2 * found.rows["energy"]
+    own = coefficients[found.tensor, found.expert] ** 2 * found.rows["energy"]
     together = np.zeros(len(found))
     for number in range(len(found.tensors)):
         mine = found.of_tensor(number)
         if mine.start < mine.stop:
-            together[mine] = _together(found, measured, number, coefficients)
+            together[mine] = _together(found, measured, number, coefficients[number])
     shares = np.ones((len(found), DEPTHS))
     coarse = found.rows["errors"] / np.maximum(found.rows["energy"], 1e-300)[:, None]
     if simulation is not None and simulation.tells:
@@ -132,7 +132,7 @@ def assess(
 
 
 def _together(
-    found: Candidates, measured: Measurer, number: int, coefficients: tuple[float, ...]
+    found: Candidates, measured: Measurer, number: int, coefficients: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the inner product of each candidate of a tensor with the other experts' blocks, by their sketches."""
     mine = found.of_tensor(number)
@@ -142,7 +142,7 @@ def _together(
     if any(len(sketch) != blocks for sketch in sketches):
         return np.zeros(mine.stop - mine.start)  # a small tensor
     stacked = np.stack([from_bfloat16(sketch) for sketch in sketches])
-    stacked *= np.array(coefficients, np.float32)[experts][:, None, None]
+    stacked *= coefficients[experts].astype(np.float32)[:, None, None]
     with_all = np.einsum("ebs,bs->eb", stacked, stacked.sum(axis=0))
     products = with_all.astype(np.float64) - np.einsum("ebs,ebs->eb", stacked, stacked)
     place = np.searchsorted(experts, found.expert[mine])

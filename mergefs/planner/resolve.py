@@ -13,14 +13,14 @@ from mergefs.blocks.reader import Kind, ReadCounter
 from mergefs.errors import BudgetError, RecipeError
 from mergefs.manifest import Manifest, Tensor
 from mergefs.merge.method import Method
-from mergefs.merge.parameters import INT8_MASK
 from mergefs.planner.aim import Aim
 from mergefs.planner.budget import parse_budget
 from mergefs.planner.candidates import Candidates, base_cost, find_candidates
 from mergefs.planner.frontier import Frontier, by_blocks, by_tiers, hash_rank
 from mergefs.planner.importance import block_weights
+from mergefs.planner.layers import layer_count, position
 from mergefs.planner.measured import Measurer
-from mergefs.planner.plan import EXACT, Plan, TensorPlan
+from mergefs.planner.plan import EXACT, Numbers, Plan, TensorPlan
 from mergefs.planner.quality import Quality, assess
 from mergefs.planner.simulation import Simulation
 from mergefs.recipe import Recipe
@@ -168,9 +168,11 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
         check_fit(base, recipe.base_model or models.base[:12], expert, name)
     raw = sum(expert.tensor_bytes for expert in experts)
     limit = None if aim.budget is None else parse_budget(aim.budget, raw)
-    draft = _draft(recipe, models, seed)
+    different, which = _numbers(recipe, base)
+    numbers = {name: different[number] for name, number in which.items()}
+    draft = _draft(recipe, models, seed, different)
     measured = Measurer(store, models.base, models.experts, counter)
-    found = find_candidates(store.catalog, base, experts, draft.weights, measured)
+    found = find_candidates(store.catalog, base, experts, numbers, measured)
     weights = block_weights(found.tensors, store.block_elements, aim.importance)
     reference = base_cost(store.catalog, base) if models.baseless else 0
     spare = None if limit is None else limit - reference - int(found.full_cost.sum())
@@ -180,9 +182,13 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
     if chooses or spare is not None:
         measured.limit(0 if chooses or spare is None else spare, found.cost_of)
     thresholds = {
-        tensor.name: trim_thresholds(draft, recipe.method, measured, tensor)
+        tensor.name: trim_thresholds(numbers[tensor.name], recipe.method, measured, tensor)
         for number, tensor in enumerate(found.tensors)
         if found.of_tensor(number).start < found.of_tensor(number).stop
+    }
+    drafts = {
+        tensor.name: TensorPlan(tensor.name, (), thresholds.get(tensor.name, ()), which[tensor.name])
+        for tensor in found.tensors
     }
     depth, quality, frontier = found.tiers, None, None
     if chooses:
@@ -193,15 +199,15 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
             )
         for e, name in found.unknown:
             measured.statistics(e, name)
-        quality = _assess(store, recipe, draft, found, measured, thresholds, weights)
+        quality = _assess(store, recipe, draft, found, measured, drafts, weights)
         frontier = _frontier(found, quality, aim, limit, seed)
         depth, limit = _choose(found, quality, frontier, aim, limit)
         counter.limit_expert(limit)
     digits = found.digits(depth)
     tensors = tuple(
-        TensorPlan(tensor.name, digits[tensor.name], thresholds[tensor.name])
-        for tensor in base.tensors
-        if any(mine.strip("0") for mine in digits.get(tensor.name, ()))
+        replace(drafts[tensor.name], depths=digits[tensor.name])
+        for tensor in found.tensors
+        if any(mine.strip("0") for mine in digits[tensor.name]) or recipe.method.base_scale(numbers[tensor.name]) != 1.0
     )
     everything = bool((depth == found.tiers).all())
     plan = replace(draft, budget=None if everything else limit, tensors=tensors)
@@ -214,18 +220,20 @@ def _assess(
     draft: Plan,
     found: Candidates,
     measured: Measurer,
-    thresholds: dict[str, tuple[float, ...]],
+    drafts: dict[str, TensorPlan],
     weights: list[NDArray[np.float64]],
 ) -> Quality:
     simulation = None
     if recipe.method.decides:
         tensors = [
-            (number, tensor, TensorPlan(tensor.name, (), thresholds[tensor.name]))
+            (number, tensor, drafts[tensor.name])
             for number, tensor in enumerate(found.tensors)
-            if tensor.name in thresholds
+            if found.of_tensor(number).start < found.of_tensor(number).stop
         ]
         simulation = Simulation(draft, recipe.method, tensors, measured, store.block_elements, weights)
-    return assess(found, measured, recipe.method.coefficients(draft), weights, simulation)
+    by_numbers = np.array([recipe.method.coefficients(numbers) for numbers in draft.numbers])
+    coefficients = by_numbers[[drafts[tensor.name].numbers for tensor in found.tensors]]
+    return assess(found, measured, coefficients, weights, simulation)
 
 
 def _frontier(found: Candidates, quality: Quality, aim: Aim, limit: int | None, seed: int) -> Frontier:
@@ -338,16 +346,28 @@ def check_fit(base: Manifest, base_name: str, expert: Manifest, name: str) -> No
             raise RecipeError(f"tensor '{extra.name}' is in '{name}' and not in '{base_name}': they cannot be merged")
 
 
-def _draft(recipe: Recipe, models: Models, seed: int) -> Plan:
+def _numbers(recipe: Recipe, base: Manifest) -> tuple[tuple[Numbers, ...], dict[str, int]]:
+    """Return the method's different parameters, and which of them are those of each float tensor."""
+    names = [tensor.name for tensor in base.tensors if tensor.dtype.is_float]
+    layers = layer_count(names)
+    different: list[Numbers] = []
+    which = {}
+    for name in names:
+        numbers = recipe.numbers(name, position(name, layers))
+        if numbers not in different:
+            different.append(numbers)
+        which[name] = different.index(numbers)
+    return tuple(different), which
+
+
+def _draft(recipe: Recipe, models: Models, seed: int, numbers: tuple[Numbers, ...]) -> Plan:
     """Return the plan without its tensors."""
     return Plan(
         recipe.method.name,
         models.base,
         models.experts,
         models.baseless,
-        tuple(float(p["weight"]) for p in recipe.parameters),
-        tuple(float(p.get("density", 1.0)) for p in recipe.parameters),
-        {k: v if isinstance(v, bool) else float(v) for k, v in recipe.shared.items() if k != INT8_MASK},
+        numbers,
         recipe.dtype,
         seed if recipe.method.is_random else 0,
         None,
@@ -356,13 +376,13 @@ def _draft(recipe: Recipe, models: Models, seed: int) -> Plan:
     )
 
 
-def trim_thresholds(draft: Plan, method: Method, measured: Measurer, tensor: Tensor) -> tuple[float, ...]:
-    """Return for each expert the |delta| of a tensor below which a plan's method trims; () where it does not."""
-    if not method.trims or all(d >= 1.0 for d in draft.densities):
+def trim_thresholds(numbers: Numbers, method: Method, measured: Measurer, tensor: Tensor) -> tuple[float, ...]:
+    """Return for each expert the |delta| of a tensor below which a method trims; () where it does not."""
+    if not method.trims or all(d >= 1.0 for d in numbers.densities):
         return ()
     return tuple(
         measured.threshold(expert, tensor, trim_rank(density, tensor.elements))
-        if 0.0 < density < 1.0
+        if 0.0 < density < 1.0 and numbers.weights[expert] != 0.0
         else (0.0 if density else float("inf"))
-        for expert, density in enumerate(draft.densities)
+        for expert, density in enumerate(numbers.densities)
     )

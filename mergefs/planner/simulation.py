@@ -70,7 +70,9 @@ class Simulation:
     ) -> None:
         self._plan = plan
         self._method = method
-        self._experts = tuple(e for e in range(len(plan.experts)) if plan.weights[e] != 0.0)
+        self._experts = tuple(
+            e for e in range(len(plan.experts)) if any(numbers.weights[e] != 0.0 for numbers in plan.numbers)
+        )
         large = [item for item in tensors if item[1].elements >= SKETCHED_FROM]
         total = sum(len(positions(tensor.elements, 0, tensor.elements)) for _, tensor, _ in large)
         self._stride = max(1, -(-total * len(self._experts) // MOST))
@@ -120,15 +122,16 @@ class Simulation:
         block = tensor.grid(block_elements).numbers(places)
         deltas = np.zeros((len(self._experts), TIERS + 1, len(places)), np.float32)
         for row, expert in enumerate(self._experts):
-            sample = measured.statistics(expert, tensor.name).distribution.sample[:: self._stride]
-            deltas[row, 1:] = from_bfloat16(sample).T
+            if self._plan.numbers_of(planned).weights[expert] != 0.0:
+                sample = measured.statistics(expert, tensor.name).distribution.sample[:: self._stride]
+                deltas[row, 1:] = from_bfloat16(sample).T
         exact = self._merge(planned, deltas[:, -1].copy())
         each = tensor.elements / max(1, len(places))
         return _Sampled(planned, number, block, deltas, each * weight[block], exact)
 
     def _merge(self, planned: TensorPlan, deltas: NDArray[np.float32]) -> NDArray[np.float64]:
         base = np.zeros(deltas.shape[1], np.float64)
-        merged = self._method.merge(
-            BlockInputs(self._plan, planned, base, np.ascontiguousarray(deltas, np.float64), self._experts, 0)
-        )
+        numbers = self._plan.numbers_of(planned)
+        values = np.ascontiguousarray(deltas, np.float64)
+        merged = self._method.merge(BlockInputs(self._plan, planned, numbers, base, values, self._experts, 0))
         return np.asarray(merged, np.float64)
