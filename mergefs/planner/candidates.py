@@ -108,7 +108,7 @@ def find_candidates(
             if weights[e] == 0.0:
                 continue
             known = measured.stored(e, tensor.name)
-            if known is None:
+            if known is None and tensor.blocks:
                 unknown.append((e, tensor.name))
             places.append((number, e))
             rows.append(

@@ -28,8 +28,8 @@ def load_importance(path: str | Path) -> dict[str, NDArray[np.float64]]:
         For each tensor named its weight, float64[1], or the weights of its rows (along its first axis), float64[rows].
 
     Raises:
-        ImportanceError: when the file cannot be read, names a tensor twice, or has a weight that is negative, not finite
-            or huge.
+        ImportanceError: when the file cannot be read, names a tensor twice, or has a weight that is negative, not
+            finite or huge.
     """
     path = Path(path)
     try:
