@@ -249,7 +249,10 @@ def test_only_ratios_of_weights_matter(repository: Repository, method: str, aim:
     ]
     assert len({found.plan.id for found in plans}) == 1
     assert plans[0].predicted_error == pytest.approx(plans[1].predicted_error)
-    everywhere = [planned(repository, dict.fromkeys(TENSORS, 5.0), method, **aim), planned(repository, None, method, **aim)]
+    everywhere = [
+        planned(repository, dict.fromkeys(TENSORS, 5.0), method, **aim),
+        planned(repository, None, method, **aim),
+    ]
     assert everywhere[0].plan.id == everywhere[1].plan.id
 
 
@@ -280,7 +283,11 @@ def test_the_command_line_takes_the_file(run: Callable[..., Result], tmp_path: P
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [('{"positions": 1}', "'positions', which is no float tensor"), ('{"norm": [1, 2]}', "512 rows"), ("{", "not JSON")],
+    [
+        ('{"positions": 1}', "'positions', which is no float tensor"),
+        ('{"norm": [1, 2]}', "512 rows"),
+        ("{", "not JSON"),
+    ],
 )
 def test_the_command_line_refuses_what_does_not_fit(
     run: Callable[..., Result], tmp_path: Path, content: str, message: str
