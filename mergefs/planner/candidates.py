@@ -121,7 +121,7 @@ def find_candidates(
             if numbers[tensor.name].weights[e] == 0.0:
                 continue
             known = measured.stored(e, tensor.name)
-            if known is None:
+            if known is None and tensor.blocks:
                 unknown.append((e, tensor.name))
             places.append((place, e))
             rows.append(

@@ -52,8 +52,10 @@ class Frontier:
         fits = int(np.searchsorted(ahead, left, side="right"))
         depth = self.after(fits)
         left -= int(ahead[fits - 1]) if fits else 0
-        # Then what still fits of the next ones, the best first; a step only where the one before it was taken.
-        for i in fits + np.flatnonzero(self.price[fits:] <= left)[:_MOST_FILLING]:
+        # Then what still fits of the next ones, the best first; a step only where the one before it was taken, and
+        # none that removes no error: it would only be read because it is small.
+        filling = (self.price[fits:] <= left) & (self.gain[fits:] > 0.0)
+        for i in fits + np.flatnonzero(filling)[:_MOST_FILLING]:
             if self.price[i] <= left and depth[self.row[i]] == self.start[i]:
                 depth[self.row[i]] = self.end[i]
                 left -= int(self.price[i])

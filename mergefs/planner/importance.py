@@ -14,6 +14,8 @@ from mergefs.errors import ImportanceError
 from mergefs.manifest import Tensor
 
 _LARGEST_FILE = 1 << 30
+_LARGEST_WEIGHT = 1e30
+"""Sums of weighted errors stay finite."""
 
 
 def load_importance(path: str | Path) -> dict[str, NDArray[np.float64]]:
@@ -26,16 +28,17 @@ def load_importance(path: str | Path) -> dict[str, NDArray[np.float64]]:
         For each tensor named its weight, float64[1], or the weights of its rows (along its first axis), float64[rows].
 
     Raises:
-        ImportanceError: when the file cannot be read, or a weight is negative or not finite.
+        ImportanceError: when the file cannot be read, names a tensor twice, or has a weight that is negative, not
+            finite or huge.
     """
     path = Path(path)
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise ImportanceError(f"{path} has more than 1 GiB: it does not hold weights of rows")
-        values = _safetensors(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
+        values = _safetensors(path) if path.suffix == ".safetensors" else _json(path)
     except OSError as error:
-        raise ImportanceError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+        raise ImportanceError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise ImportanceError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ImportanceError(f"{path} is not an object of tensor names and their weights")
@@ -67,12 +70,24 @@ def block_weights(
         if len(tensor.blocks) == 0:
             found.append(np.empty(0))
             continue
-        # The sum of the weights of all elements before each block's first.
+        # Cut where a block begins and where a row does; no sum goes across, so that none loses small weights.
         per_row = tensor.elements // len(weights)
-        row, inside = np.divmod(firsts, per_row)
-        before = np.append(0.0, np.cumsum(weights) * per_row)[row] + inside * np.append(weights, 0.0)[row]
-        found.append(np.diff(before) / np.diff(firsts))
+        cuts = np.union1d(firsts, np.arange(len(weights)) * per_row)
+        sums = np.add.reduceat(np.diff(cuts) * weights[cuts[:-1] // per_row], np.searchsorted(cuts, firsts[:-1]))
+        found.append(sums / np.diff(firsts))
     return found
+
+
+def _json(path: Path) -> Any:
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for number, name in enumerate(names) if name in names[:number])
+            raise ImportanceError(f"{path} names '{twice}' twice")
+        return found
+
+    return json.loads(path.read_text(), object_pairs_hook=collect)
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
@@ -86,12 +101,19 @@ def _safetensors(path: Path) -> dict[str, Any]:
 
 
 def _weights(path: Path, name: str, value: Any) -> NDArray[np.float64]:
+    is_list = isinstance(value, list) and not any(isinstance(item, (str, bool, dict)) for item in value)
     try:
+        if not is_list and (isinstance(value, bool) or not isinstance(value, (int, float, np.ndarray))):
+            raise TypeError
         weights = np.atleast_1d(np.asarray(value, np.float64))
     except (TypeError, ValueError):
         raise ImportanceError(f"{path}: the importance of '{name}' is neither a number nor a list of numbers") from None
+    except OverflowError:
+        weights = np.array([np.inf])
     if weights.ndim != 1 or not weights.size:
         raise ImportanceError(f"{path}: the importance of '{name}' has shape {list(weights.shape)} instead of one axis")
     if not np.isfinite(weights).all() or (weights < 0).any():
         raise ImportanceError(f"{path}: the importance of '{name}' has a weight that is negative or not finite")
+    if (weights > _LARGEST_WEIGHT).any():
+        raise ImportanceError(f"{path}: the importance of '{name}' has a weight beyond {_LARGEST_WEIGHT:g}")
     return weights

@@ -94,6 +94,8 @@ def coarse_sample(
 ) -> NDArray[np.float32] | None:
     """Return the sampled elements' coarse deltas from the base, given those from the block it is encoded against.
 
+    Where a delta is not finite it counts as 0, as in the exact sample.
+
     Args:
         sampled: float32[sample, 3]: deltas from `root`, or None.
         root, dtype: the bytes of the block that it is encoded against, of the expert's dtype.
@@ -104,7 +106,9 @@ def coarse_sample(
         return sampled
     with np.errstate(over="ignore", invalid="ignore"):
         apart = to_float(root, dtype)[sample] - to_float(base, base_dtype)[sample]
-    return np.asarray(sampled + apart[:, None].astype(np.float32))
+        found = np.asarray(sampled + apart[:, None].astype(np.float32))
+    found[~np.isfinite(found)] = 0.0
+    return found
 
 
 @functools.cache

@@ -133,7 +133,9 @@ class TensorStatistics:
     ) -> Self:
         """Return the statistics with this distribution."""
         counts = len(distribution.sample), len(distribution.bins), len(distribution.ranks)
-        return cls(elements, blocks, sketches, counts, bytes(zstd.compress(distribution._pack(), 1)))
+        # zstd cannot tell a frame of nothing from a damaged one.
+        packed = bytes(zstd.compress(distribution._pack(), 1)) if any(counts) else b""
+        return cls(elements, blocks, sketches, counts, packed)
 
     @cached_property
     def distribution(self) -> Distribution:
@@ -143,8 +145,9 @@ class TensorStatistics:
             CorruptionError: when the value is damaged.
         """
         try:
-            return Distribution._unpack(bytes(zstd.decompress(self.packed)), *self.counts)
-        except (ValueError, RuntimeError) as error:
+            data = bytes(zstd.decompress(self.packed)) if any(self.counts) else self.packed
+            return Distribution._unpack(data, *self.counts)
+        except (ValueError, RuntimeError, MemoryError) as error:
             raise CorruptionError(f"the catalog's statistics of a tensor are damaged: {error}") from error
 
     def with_bytes(self, bytes_of: Mapping[int, tuple[int, ...]]) -> Self:
