@@ -245,6 +245,10 @@ class _Collection:
             for table in ("statistics", "thresholds", "checksums"):
                 for entry in [entry for entry, _ in self._txn.items(table, key)]:
                     self._txn.delete(table, entry)
+        gone = set(dead)
+        for entry in [entry for entry, _ in self._txn.items("products")] if gone else ():
+            if not gone.isdisjoint((entry[:32], entry[32:64], entry[64:96])):
+                self._txn.delete("products", entry)
         return len(dead)
 
     def _sweep_objects(self, manifests: set[str], plans: set[str]) -> int:

@@ -90,6 +90,7 @@ class Recipe:
             _check_given(method, {**given, **mine}, f"{where}: model {name}", per_model=True)
         if not models:
             raise RecipeError(f"{where}: it names no model besides the base")
+        _check_count(method, len(models), where)
         _check_given(method, given, where, per_model=False)
         recipe = cls(method, base, tuple(models), tuple(own), given, _dtype(value, where), text)
         if not any(len(s.conditions) > 1 or s.conditions[0].filter for s in recipe.settings):
@@ -227,6 +228,13 @@ def _parameters(value: Any, where: str, method: Method) -> dict[str, Setting]:
             )
         found[name] = read_setting(given, spec, f"{where}: '{name}'")
     return found
+
+
+def _check_count(method: Method, count: int, where: str) -> None:
+    if not method.fewest <= count <= method.most:
+        wanted = str(method.fewest) if method.fewest == method.most else f"at least {method.fewest}"
+        besides = " besides the base" if method.needs_base else ""
+        raise RecipeError(f"{where}: {method.name} merges {wanted} model(s){besides}, and {count} are named")
 
 
 def _check_given(method: Method, given: Mapping[str, Setting], where: str, *, per_model: bool) -> None:

@@ -25,6 +25,7 @@ TABLES = (
     "manifests",
     "statistics",
     "thresholds",
+    "products",
     "checksums",
     "leases",
     "claims",

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
 from mergefs.manifest import Tensor
-from mergefs.merge import registry
-from mergefs.merge.derive import merged_values
+from mergefs.merge.derive import base_scale, merged_values
 from mergefs.merge.lazy import load_plan
 from mergefs.merge.sources import Sources
 from mergefs.pipeline import available_cores, ordered
@@ -99,7 +98,6 @@ def _compare(mine: Sources, its: Sources, tensor: Tensor, number: int, weight: f
     base = its.base_block(tensor, number)
     exact = merged_values(its, tensor, number, base).astype(np.float64)
     error = merged_values(mine, tensor, number, base) - exact
-    planned = its.plan.tensor_by_name[tensor.name]
-    scale = registry.method(its.plan.method).base_scale(its.plan.numbers_of(planned))
+    scale = base_scale(its.plan, its.plan.tensor_by_name[tensor.name])
     delta = exact - scale * to_float(base.raw, tensor.dtype)
     return weight * float(error @ error), weight * float(delta @ delta)

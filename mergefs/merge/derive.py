@@ -18,7 +18,7 @@ from mergefs.manifest import Tensor
 from mergefs.merge import registry
 from mergefs.merge.method import BlockInputs
 from mergefs.merge.sources import BaseBlock, DeltaIterator, Sources, wants_double
-from mergefs.planner.plan import Plan
+from mergefs.planner.plan import Plan, TensorPlan
 
 
 def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None = None) -> Buffer:
@@ -76,4 +76,11 @@ def needs_arithmetic(plan: Plan, tensor: Tensor, number: int) -> bool:
     planned = plan.tensor_by_name.get(tensor.name)
     if planned is None:
         return False
-    return bool(planned.planned(number)) or registry.method(plan.method).base_scale(plan.numbers_of(planned)) != 1.0
+    return bool(planned.planned(number)) or base_scale(plan, planned) != 1.0
+
+
+def base_scale(plan: Plan, planned: TensorPlan) -> float:
+    """Return the factor of the base's elements in a tensor's result, where that is a sum; else 1."""
+    if planned.factors:
+        return planned.factors[0]
+    return registry.method(plan.method).base_scale(plan.numbers_of(planned))

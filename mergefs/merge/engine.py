@@ -134,7 +134,9 @@ class _Earlier:
         """Return the block's id where it is stored and would be derived alike."""
         mine, its = (found.tensor_by_name.get(tensor.name) for found in (plan, self.plan))
         mine, its = mine or TensorPlan(tensor.name, ()), its or TensorPlan(tensor.name, ())
-        if mine.depths_at(number) != its.depths_at(number) or mine.thresholds != its.thresholds:
+        if mine.depths_at(number) != its.depths_at(number):
+            return None
+        if (mine.thresholds, mine.factors) != (its.thresholds, its.factors):
             return None
         if plan.numbers_of(mine) != self.plan.numbers_of(its):
             return None

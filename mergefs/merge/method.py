@@ -44,6 +44,8 @@ class Method(ABC):
         needs_base: whether a recipe has to name a `base_model`.
         is_random: whether the seed matters.
         trims: whether deltas are trimmed below thresholds that the plan holds.
+        spans: whether the result is a sum of whole models whose factors the plan holds; see `span.SpanMethod`.
+        fewest, most: how many models it can merge, the base not counted where it has to be named.
         decides: whether anything but a sum of deltas with fixed factors comes out: elements are dropped or elected.
     """
 
@@ -53,6 +55,9 @@ class Method(ABC):
     is_random: ClassVar[bool] = False
     trims: ClassVar[bool] = False
     decides: ClassVar[bool] = True
+    spans: ClassVar[bool] = False
+    fewest: ClassVar[int] = 1
+    most: ClassVar[int] = 1 << 16
 
     @abstractmethod
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:

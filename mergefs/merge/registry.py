@@ -6,10 +6,23 @@ from mergefs.errors import RecipeError
 from mergefs.merge.dare import DareLinear, DareTies
 from mergefs.merge.linear import Linear, TaskArithmetic
 from mergefs.merge.method import Method
+from mergefs.merge.spherical import Karcher, ModelStock, MultiSlerp, NuSlerp, Slerp
 from mergefs.merge.ties import Ties
 
 _METHODS: dict[str, Method] = {
-    method.name: method for method in (Linear(), TaskArithmetic(), Ties(), DareLinear(), DareTies())
+    method.name: method
+    for method in (
+        Linear(),
+        TaskArithmetic(),
+        Ties(),
+        DareLinear(),
+        DareTies(),
+        Slerp(),
+        NuSlerp(),
+        MultiSlerp(),
+        Karcher(),
+        ModelStock(),
+    )
 }
 
 

@@ -9,13 +9,15 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, Depths, Kind, ReadCounter
+from mergefs.catalog.environment import Transaction
 from mergefs.errors import BudgetError
 from mergefs.hashing import Buffer
 from mergefs.manifest import Tensor
+from mergefs.pipeline import available_cores, ordered
 from mergefs.statistics.measure import Collector, coarse_sample, measure_block, unchanged_block
 from mergefs.statistics.sample import positions
 from mergefs.statistics.stored import with_stored_bytes
-from mergefs.statistics.tensor import TensorStatistics, bin_value, load, statistics_key
+from mergefs.statistics.tensor import TensorStatistics, bin_value, load, products_key, statistics_key
 from mergefs.store import Store
 
 
@@ -26,9 +28,13 @@ class Measurer:
         store: the repository.
         base, experts: manifest ids.
         counter: where bytes are counted that have to be read because the catalog does not know.
+        baseless: the base is the first expert, and its bytes count as an expert's.
     """
 
-    def __init__(self, store: Store, base: str, experts: tuple[str, ...], counter: ReadCounter) -> None:
+    def __init__(
+        self, store: Store, base: str, experts: tuple[str, ...], counter: ReadCounter, *, baseless: bool = False
+    ) -> None:
+        self._base_kind = Kind.EXPERT if baseless else Kind.BASE
         self._store = store
         self._base = base
         self._experts = experts
@@ -89,6 +95,60 @@ class Measurer:
         self._store.catalog.write(lambda txn: txn.put("thresholds", key, found.tobytes()))
         return float(found)
 
+    def products(self, tensor: Tensor) -> NDArray[np.float64]:
+        """Return the inner products of a tensor of the base and the experts' deltas, float64[1 + K, 1 + K].
+
+        They are read off the tensor once, and kept.
+
+        Raises:
+            BudgetError: when they are not known and may not be read.
+        """
+        names = (self._base, *self._experts)
+        keys = [[products_key(min(a, b), max(a, b), self._base, tensor.name) for b in names] for a in names]
+        with self._store.catalog.read() as txn:
+            kept = [[txn.get("products", key) for key in row] for row in keys]
+        if all(value is not None for row in kept for value in row):
+            return np.array([[np.frombuffer(value or b"", "<f8")[0] for value in row] for row in kept])
+        for expert in range(len(self._experts)):
+            if not self._affords(expert, tensor.name):
+                raise BudgetError(
+                    f"this method needs the angles between the models' tensors '{tensor.name}', which are not known"
+                    " yet: merge once without a budget, which keeps them"
+                )
+        found = self._multiply(tensor)
+
+        def keep(txn: Transaction) -> None:
+            for row, values in zip(keys, found, strict=True):
+                for key, value in zip(row, values, strict=True):
+                    txn.put("products", key, np.float64(value).tobytes())
+
+        self._store.catalog.write(keep)
+        return found
+
+    def _multiply(self, tensor: Tensor) -> NDArray[np.float64]:
+        """Return the products of a tensor by reading it."""
+        twins = [self._store.manifest(expert).tensor_by_name[tensor.name] for expert in self._experts]
+        blocks = range(len(tensor.blocks))
+        total = np.zeros((1 + len(twins), 1 + len(twins)))
+        for part in ordered(
+            lambda number: self._multiply_block(tensor, twins, number), blocks, threads=available_cores(), window=4
+        ):
+            total += part
+        return total
+
+    def _multiply_block(self, tensor: Tensor, twins: list[Tensor], number: int) -> NDArray[np.float64]:
+        below = bytes.fromhex(tensor.blocks[number] or "")
+        known = self._reader.read_with_root(below, self._base_kind)
+        base = to_float(known[below], tensor.dtype)
+        vectors = np.zeros((1 + len(twins), base.size))
+        vectors[0] = base
+        for row, twin in enumerate(twins, start=1):
+            block = bytes.fromhex(twin.blocks[number] or "")
+            if block != below or twin.dtype is not tensor.dtype:
+                vectors[row] = to_float(self._reader.read(block, Kind.EXPERT, known), twin.dtype)
+                vectors[row] -= base
+        return np.asarray(vectors @ vectors.T)
+
     def _of(self, expert: int) -> dict[str, TensorStatistics]:
         identity = self._experts[expert]
         if identity not in self._known:
@@ -139,7 +199,7 @@ class Measurer:
             block, base = tensor.blocks[number], twin.blocks[number]
             assert block is not None
             assert base is not None
-            known = self._reader.read_with_root(bytes.fromhex(base), Kind.BASE)
+            known = self._reader.read_with_root(bytes.fromhex(base), self._base_kind)
             raw = self._reader.read(bytes.fromhex(block), Kind.EXPERT, known)
             values = to_float(raw, tensor.dtype).astype(np.float32)
             below = to_float(known[bytes.fromhex(base)], twin.dtype).astype(np.float32)
@@ -154,6 +214,6 @@ class Measurer:
         assert base_block is not None
         assert block is not None
         base_id = bytes.fromhex(base_block)
-        known = self._reader.read_with_root(base_id, Kind.BASE)
+        known = self._reader.read_with_root(base_id, self._base_kind)
         depths = self._reader.read_with_depths(bytes.fromhex(block), Kind.EXPERT, known, sample)
         return depths, known[base_id]

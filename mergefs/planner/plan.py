@@ -61,12 +61,15 @@ class TensorPlan:
             them. `0` also where the expert's block equals the base's.
         thresholds: for each expert the |delta| below which elements are trimmed, or () where nothing is.
         numbers: which of the plan's numbers are this tensor's.
+        factors: of methods whose factors depend on whole tensors: that of the base's elements, and that of each
+            expert's deltas; () for the others.
     """
 
     name: str
     depths: tuple[str, ...]
     thresholds: tuple[float, ...] = ()
     numbers: int = 0
+    factors: tuple[float, ...] = ()
 
     def planned(self, block: int) -> tuple[int, ...]:
         """Return which experts are read for a block."""
@@ -133,6 +136,7 @@ class Plan:
                         "depths": list(t.depths),
                         "thresholds": [repr(x) for x in t.thresholds],
                         "numbers": t.numbers,
+                        "factors": [repr(x) for x in t.factors],
                     }
                     for t in self.tensors
                 ],
@@ -191,7 +195,11 @@ def decode(data: bytes) -> Plan:
 
 def _tensor(value: dict[str, Any]) -> TensorPlan:
     return TensorPlan(
-        value["name"], tuple(value["depths"]), tuple(float(x) for x in value["thresholds"]), int(value["numbers"])
+        value["name"],
+        tuple(value["depths"]),
+        tuple(float(x) for x in value["thresholds"]),
+        int(value["numbers"]),
+        tuple(float(x) for x in value["factors"]),
     )
 
 

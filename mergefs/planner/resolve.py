@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from mergefs.blocks.reader import Kind, ReadCounter
 from mergefs.errors import BudgetError, RecipeError
 from mergefs.manifest import Manifest, Tensor
+from mergefs.merge.derive import base_scale
 from mergefs.merge.method import Method
+from mergefs.merge.span import Span, SpanMethod
 from mergefs.planner.aim import Aim
 from mergefs.planner.budget import parse_budget
 from mergefs.planner.candidates import Candidates, base_cost, find_candidates
@@ -171,7 +173,7 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
     different, which = _numbers(recipe, base)
     numbers = {name: different[number] for name, number in which.items()}
     draft = _draft(recipe, models, seed, different)
-    measured = Measurer(store, models.base, models.experts, counter)
+    measured = Measurer(store, models.base, models.experts, counter, baseless=models.baseless)
     found = find_candidates(store.catalog, base, experts, numbers, measured)
     weights = block_weights(found.tensors, store.block_elements, aim.importance)
     reference = base_cost(store.catalog, base) if models.baseless else 0
@@ -187,7 +189,13 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
         if found.of_tensor(number).start < found.of_tensor(number).stop
     }
     drafts = {
-        tensor.name: TensorPlan(tensor.name, (), thresholds.get(tensor.name, ()), which[tensor.name])
+        tensor.name: TensorPlan(
+            tensor.name,
+            (),
+            thresholds.get(tensor.name, ()),
+            which[tensor.name],
+            _factors(recipe, numbers[tensor.name], measured, tensor),
+        )
         for tensor in found.tensors
     }
     depth, quality, frontier = found.tiers, None, None
@@ -207,7 +215,7 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
     tensors = tuple(
         replace(drafts[tensor.name], depths=digits[tensor.name])
         for tensor in found.tensors
-        if any(mine.strip("0") for mine in digits[tensor.name]) or recipe.method.base_scale(numbers[tensor.name]) != 1.0
+        if any(mine.strip("0") for mine in digits[tensor.name]) or base_scale(draft, drafts[tensor.name]) != 1.0
     )
     everything = bool((depth == found.tiers).all())
     plan = replace(draft, budget=None if everything else limit, tensors=tensors)
@@ -231,8 +239,12 @@ def _assess(
             if found.of_tensor(number).start < found.of_tensor(number).stop
         ]
         simulation = Simulation(draft, recipe.method, tensors, measured, store.block_elements, weights)
-    by_numbers = np.array([recipe.method.coefficients(numbers) for numbers in draft.numbers])
-    coefficients = by_numbers[[drafts[tensor.name].numbers for tensor in found.tensors]]
+    coefficients = np.array(
+        [
+            planned.factors[1:] or recipe.method.coefficients(draft.numbers_of(planned))
+            for planned in (drafts[tensor.name] for tensor in found.tensors)
+        ]
+    )
     return assess(found, measured, coefficients, weights, simulation)
 
 
@@ -374,6 +386,15 @@ def _draft(recipe: Recipe, models: Models, seed: int, numbers: tuple[Numbers, ..
         (),
         recipe.text,
     )
+
+
+def _factors(recipe: Recipe, numbers: Numbers, measured: Measurer, tensor: Tensor) -> tuple[float, ...]:
+    if not isinstance(recipe.method, SpanMethod):
+        return ()
+    try:
+        return recipe.method.factors(numbers, Span(measured.products(tensor), recipe.base_model is not None))
+    except RecipeError as error:
+        raise RecipeError(f"tensor '{tensor.name}': {error}") from error
 
 
 def trim_thresholds(numbers: Numbers, method: Method, measured: Measurer, tensor: Tensor) -> tuple[float, ...]:

@@ -50,28 +50,32 @@ class Distribution:
         sample: uint16[elements sampled, 4]: bfloat16 bits of the deltas that the sampled elements (see `sample.py`)
             have after 1, 2 and 3 tiers, and exactly.
         bins, counts, inexact: the histogram of |delta|: the upper 16 bits of the float32 magnitude (uint16,
-            ascending), elements in that bin (uint64), and how many of them are not equal to the bin's lowest value.
-        ranks, thresholds: uint64 and float32; the exact magnitude of the k-th largest |delta| for some k.
+            ascending), elements in that bin, and how many of them are not equal to the bin's lowest value.
+        ranks, thresholds: the exact magnitude of the k-th largest |delta| for some k.
     """
 
     sample: NDArray[np.uint16]
     bins: NDArray[np.uint16]
-    counts: NDArray[np.uint64]
-    inexact: NDArray[np.uint64]
-    ranks: NDArray[np.uint64]
+    counts: NDArray[Any]
+    inexact: NDArray[Any]
+    ranks: NDArray[Any]
     thresholds: NDArray[np.float32]
 
     def bin_of_rank(self, rank: int) -> tuple[int, int] | None:
         """Return the bin (its index) of the `rank`-th largest |delta| and its rank inside the bin, both from
         the largest; None when that element is an exact zero or there is none."""
-        below = np.cumsum(self.counts[::-1])
-        place = int(np.searchsorted(below, rank))
+        below = self._from_largest
+        place = int(below.searchsorted(rank))
         if place >= len(below):
             return None
         index = len(self.bins) - 1 - place
         if self.bins[index] == 0 and self.inexact[index] == 0:
             return None
         return index, rank - (int(below[place - 1]) if place else 0)
+
+    @cached_property
+    def _from_largest(self) -> NDArray[np.uint64]:
+        return np.cumsum(self.counts[::-1], dtype=np.uint64)
 
     def threshold(self, rank: int) -> float | None:
         """Return the exact magnitude of the `rank`-th largest |delta|, or None where these statistics do not
@@ -85,26 +89,35 @@ class Distribution:
         known = np.flatnonzero(self.ranks == rank)
         return float(self.thresholds[known[0]]) if len(known) else None
 
-    def _pack(self) -> bytes:
+    def _pack(self, elements: int) -> bytes:
         """Return the arrays as they are compressed: byte planes, of bins the differences."""
         gaps = np.diff(self.bins, prepend=np.uint16(0)).astype("<u2")
-        numbers = np.concatenate([self.counts, self.inexact, self.ranks]).astype("<u8")
+        numbers = np.concatenate([self.counts, self.inexact, self.ranks]).astype(_count_type(elements))
         planes = (array.view(np.uint8).reshape(len(array), array.itemsize).T.tobytes() for array in (gaps, numbers))
         return self.sample.astype("<u2").T.tobytes() + b"".join(planes) + self.thresholds.astype("<f4").tobytes()
 
     @classmethod
-    def _unpack(cls, data: bytes, sampled: int, bins: int, ranks: int) -> Self:
-        if len(data) != 2 * TIERS * sampled + 18 * bins + 12 * ranks:
+    def _unpack(cls, data: bytes, elements: int, sampled: int, bins: int, ranks: int) -> Self:
+        dtype = _count_type(elements)
+        count, width = 2 * bins + ranks, dtype.itemsize
+        if len(data) != 2 * TIERS * sampled + 2 * bins + width * count + 4 * ranks:
             raise ValueError("arrays of another size than the header says")
         at = 2 * TIERS * sampled
         sample = np.frombuffer(data, "<u2", TIERS * sampled).reshape(TIERS, sampled).T
-        gaps = np.frombuffer(data, np.uint8, 2 * bins, at).reshape(2, bins).T.copy().view("<u2").ravel()
+        low, high = np.frombuffer(data, np.uint8, 2 * bins, at).reshape(2, bins)
+        gaps = low.astype("<u2") | high.astype("<u2") << 8
         at += 2 * bins
-        count = 2 * bins + ranks
-        numbers = np.frombuffer(data, np.uint8, 8 * count, at).reshape(8, count).T.copy().view("<u8").ravel()
+        numbers = np.zeros(count, dtype)
+        for place, plane in enumerate(np.frombuffer(data, np.uint8, width * count, at).reshape(width, count)):
+            numbers |= plane.astype(dtype) << (8 * place)
         counts, inexact, known = numbers[:bins], numbers[bins : 2 * bins], numbers[2 * bins :]
-        thresholds = np.frombuffer(data, "<f4", ranks, at + 8 * count)
+        thresholds = np.frombuffer(data, "<f4", ranks, at + width * count)
         return cls(sample, np.cumsum(gaps, dtype="<u2"), counts, inexact, known, thresholds)
+
+
+def _count_type(elements: int) -> np.dtype[Any]:
+    """Return the type of numbers of elements of a tensor."""
+    return np.dtype("<u4" if elements < 1 << 32 else "<u8")
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class TensorStatistics:
         """Return the statistics with this distribution."""
         counts = len(distribution.sample), len(distribution.bins), len(distribution.ranks)
         # zstd cannot tell a frame of nothing from a damaged one.
-        packed = bytes(zstd.compress(distribution._pack(), 1)) if any(counts) else b""
+        packed = bytes(zstd.compress(distribution._pack(elements), 1)) if any(counts) else b""
         return cls(elements, blocks, sketches, counts, packed)
 
     @cached_property
@@ -146,7 +159,7 @@ class TensorStatistics:
         """
         try:
             data = bytes(zstd.decompress(self.packed)) if any(self.counts) else self.packed
-            return Distribution._unpack(data, *self.counts)
+            return Distribution._unpack(data, self.elements, *self.counts)
         except (ValueError, RuntimeError, MemoryError) as error:
             raise CorruptionError(f"the catalog's statistics of a tensor are damaged: {error}") from error
 
@@ -201,6 +214,12 @@ def bin_value(index: int) -> float:
 def statistics_key(expert: str, base: str, tensor: str) -> bytes:
     """Return the catalog's key: expert and base manifest, and the tensor's name."""
     return bytes.fromhex(expert) + bytes.fromhex(base) + name_key(tensor)
+
+
+def products_key(first: str, second: str, base: str, tensor: str) -> bytes:
+    """Return the catalog's key of the inner product of two models' deltas from a base (the base's own id stands for its
+    elements): both manifests in the order of their ids, the base, and the tensor's name."""
+    return bytes.fromhex(first) + bytes.fromhex(second) + bytes.fromhex(base) + name_key(tensor)
 
 
 def load(txn: Transaction, expert: str, base: str, tensors: Iterable[str]) -> dict[str, TensorStatistics]:
