@@ -280,10 +280,10 @@ class _Ingesting:
 
 
 def _plan_value(planned: Planned, began: float, written: int) -> dict[str, Any]:
-    from mergefs.merge.derive import needs_arithmetic
+    from mergefs.merge.derive import stored_block
 
     blocks = [
-        needs_arithmetic(planned.plan, tensor, number)
+        stored_block(planned.plan, planned.experts, tensor, number) is None
         for tensor in planned.base.tensors
         for number in range(len(tensor.blocks))
     ]

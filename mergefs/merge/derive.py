@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from mergefs.blocks.floats import from_float, to_float
 from mergefs.dtypes import DTYPES, DType
 from mergefs.hashing import Buffer
-from mergefs.manifest import Tensor
+from mergefs.manifest import Manifest, Tensor
 from mergefs.merge import registry
 from mergefs.merge.method import BlockInputs
 from mergefs.merge.sources import BaseBlock, DeltaIterator, Sources, wants_double
-from mergefs.planner.plan import Plan, TensorPlan
+from mergefs.planner.plan import EXACT, Plan, TensorPlan
 
 
 def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None = None) -> Buffer:
@@ -59,7 +59,9 @@ def merged_values(sources: Sources, tensor: Tensor, number: int, base: BaseBlock
         pass
     first, _ = tensor.grid(sources.base.block_elements).extent(number)
     numbers = plan.numbers_of(planned)
-    return registry.method(plan.method).merge(BlockInputs(plan, planned, numbers, values, deltas, experts, first))
+    return registry.method(plan.method).merge(
+        BlockInputs(plan, planned, numbers, values, deltas, experts, first, tensor.shape)
+    )
 
 
 def output_dtype(plan: Plan, tensor: Tensor) -> DType:
@@ -77,6 +79,19 @@ def needs_arithmetic(plan: Plan, tensor: Tensor, number: int) -> bool:
     if planned is None:
         return False
     return bool(planned.planned(number)) or base_scale(plan, planned) != 1.0
+
+
+def stored_block(plan: Plan, experts: tuple[Manifest, ...], tensor: Tensor, number: int) -> str | None:
+    """Return the id of the base's or an expert's block that a block of the merged tensor is; None where it has to be
+    computed."""
+    if not needs_arithmetic(plan, tensor, number):
+        return tensor.blocks[number]
+    planned = plan.tensor_by_name.get(tensor.name)
+    taken = None if planned is None else registry.method(plan.method).taken(plan.numbers_of(planned))
+    if planned is None or taken is None or planned.depth(taken, number) != EXACT:
+        return None
+    twin = experts[taken].tensor_by_name[tensor.name]
+    return twin.blocks[number] if twin.dtype is output_dtype(plan, tensor) else None
 
 
 def base_scale(plan: Plan, planned: TensorPlan) -> float:

@@ -19,7 +19,7 @@ from mergefs.dtypes import DTYPES
 from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
 from mergefs.hashing import digest
 from mergefs.manifest import Blob, Manifest, Tensor
-from mergefs.merge.derive import derive, needs_arithmetic, output_dtype
+from mergefs.merge.derive import derive, output_dtype, stored_block
 from mergefs.merge.lazy import load_plan
 from mergefs.merge.output import Output
 from mergefs.merge.sources import Sources
@@ -136,7 +136,7 @@ class _Earlier:
         mine, its = mine or TensorPlan(tensor.name, ()), its or TensorPlan(tensor.name, ())
         if mine.depths_at(number) != its.depths_at(number):
             return None
-        if (mine.thresholds, mine.factors) != (its.thresholds, its.factors):
+        if (mine.thresholds, mine.ceilings, mine.factors) != (its.thresholds, its.ceilings, its.factors):
             return None
         if plan.numbers_of(mine) != self.plan.numbers_of(its):
             return None
@@ -378,9 +378,7 @@ class _Run:
         blocks: dict[str, tuple[str | None, ...]] = {}
         shared = open_blocks = 0
         for tensor in self._base.tensors:
-            mine = tuple(
-                None if self._is_derived(tensor, number) else block for number, block in enumerate(tensor.blocks)
-            )
+            mine = tuple(self._stored(tensor, number) for number in range(len(tensor.blocks)))
             blocks[tensor.name] = mine
             open_blocks += mine.count(None)
             shared += len(mine) - mine.count(None)
@@ -396,11 +394,13 @@ class _Run:
         jobs = []
         derived = 0
         with self._writer() as writer:
-            for job in self._jobs():
-                known = earlier.block(self._plan, job.tensor, job.number) if earlier else None
+            for job in self._all_jobs():
+                known = self._stored(job.tensor, job.number)
+                if known is None and earlier:
+                    known = earlier.block(self._plan, job.tensor, job.number)
                 if known is None:
                     jobs.append(job)
-                else:
+                elif known != job.tensor.blocks[job.number]:
                     writer.reuse(bytes.fromhex(known))
                     blocks[job.tensor.name][job.number] = known
             output = self._output(writer)
@@ -421,14 +421,13 @@ class _Run:
             total = sum(len(ids) for ids in blocks.values())
             return self._publish(manifest, writer, BlockCounts(total - derived, derived, 0), figures)
 
-    def _jobs(self) -> Iterator[_Job]:
+    def _all_jobs(self) -> Iterator[_Job]:
         for tensor in self._base.tensors:
             for number in range(len(tensor.blocks)):
-                if self._is_derived(tensor, number):
-                    yield _Job(tensor, number)
+                yield _Job(tensor, number)
 
-    def _is_derived(self, tensor: Tensor, number: int) -> bool:
-        return needs_arithmetic(self._plan, tensor, number)
+    def _stored(self, tensor: Tensor, number: int) -> str | None:
+        return stored_block(self._plan, self._experts, tensor, number)
 
     def _sources(self, jobs: list[_Job]) -> Sources:
         """Return the models, of which what these jobs need is read in large pieces."""

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
-from mergefs.merge.parameters import ParameterSpec
+from mergefs.merge.parameters import ParameterSpec, Scalar
 from mergefs.planner.plan import Numbers, Plan, TensorPlan
+from mergefs.statistics.tensor import trim_rank
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class BlockInputs:
         deltas: [k, n] of the same dtype: expert minus base, of the experts that the plan reads here.
         experts: which experts those are.
         first: the number of the block's first element in its tensor.
+        shape: of the tensor.
     """
 
     plan: Plan
@@ -33,6 +35,7 @@ class BlockInputs:
     deltas: NDArray[Any]
     experts: tuple[int, ...]
     first: int
+    shape: tuple[int, ...]
 
 
 class Method(ABC):
@@ -43,7 +46,7 @@ class Method(ABC):
         parameters: what a recipe may give it.
         needs_base: whether a recipe has to name a `base_model`.
         is_random: whether the seed matters.
-        trims: whether deltas are trimmed below thresholds that the plan holds.
+        trims: whether deltas are trimmed at thresholds that the plan holds; see `kept`.
         spans: whether the result is a sum of whole models whose factors the plan holds; see `span.SpanMethod`.
         fewest, most: how many models it can merge, the base not counted where it has to be named.
         decides: whether anything but a sum of deltas with fixed factors comes out: elements are dropped or elected.
@@ -63,6 +66,18 @@ class Method(ABC):
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """Return the merged elements, [n] of the base's dtype, unrounded. May overwrite the deltas."""
 
+    def check(self, numbers: Numbers, shape: tuple[int, ...], block_elements: int) -> None:
+        """Check that a tensor of this shape can be merged with these parameters, in blocks of so many elements.
+
+        Raises:
+            RecipeError: when not.
+        """
+        return
+
+    def taken(self, numbers: Numbers) -> int | None:
+        """Return which expert's tensor the result is as it stands; None where it has to be computed."""
+        return None
+
     def base_scale(self, numbers: Numbers) -> float:
         """Return the factor of the base's elements: 1 unless the method is an unnormalised average."""
         return 1.0
@@ -71,3 +86,16 @@ class Method(ABC):
         """Return for each expert the factor by which its delta enters the result, as far as that is known
         beforehand; the planner weighs what it reads by it."""
         return tuple(w * float(numbers.shared.get("lambda", 1.0)) for w in numbers.weights)
+
+    def kept(self, own: Mapping[str, Scalar], elements: int) -> tuple[int, int] | None:
+        """Return for a method that trims which elements of a tensor's delta stay: None for all, or two numbers: so many
+        of the largest magnitudes go, and so many of the next ones stay.
+
+        Args:
+            own: one expert's parameters.
+            elements: of the tensor.
+        """
+        density = float(own["density"])
+        if density >= 1.0:
+            return None
+        return 0, trim_rank(density, elements) if density > 0.0 else 0

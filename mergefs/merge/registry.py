@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from mergefs.errors import RecipeError
+from mergefs.merge.breadcrumbs import Breadcrumbs, BreadcrumbsTies
 from mergefs.merge.dare import DareLinear, DareTies
+from mergefs.merge.della import Della, DellaLinear
 from mergefs.merge.linear import Linear, TaskArithmetic
 from mergefs.merge.method import Method
+from mergefs.merge.single import NearSwap, Passthrough
 from mergefs.merge.spherical import Karcher, ModelStock, MultiSlerp, NuSlerp, Slerp
 from mergefs.merge.ties import Ties
 
@@ -22,6 +25,12 @@ _METHODS: dict[str, Method] = {
         MultiSlerp(),
         Karcher(),
         ModelStock(),
+        Breadcrumbs(),
+        BreadcrumbsTies(),
+        Della(),
+        DellaLinear(),
+        NearSwap(),
+        Passthrough(),
     )
 }
 

@@ -10,7 +10,7 @@ from mergefs.merge import registry
 from mergefs.planner.candidates import Candidates, find_candidates
 from mergefs.planner.measured import Measurer
 from mergefs.planner.plan import EXACT, Numbers, Plan
-from mergefs.planner.resolve import trim_thresholds
+from mergefs.planner.resolve import cut_offs
 from mergefs.store import Store
 
 
@@ -38,7 +38,9 @@ def check_plan(store: Store, plan: Plan) -> None:
     method = registry.method(plan.method)
     tensors = {tensor.name: tensor for tensor in found.tensors}
     for planned in plan.tensors:
-        if planned.thresholds != trim_thresholds(numbers[planned.name], method, measured, tensors[planned.name]):
+        if (planned.thresholds, planned.ceilings) != cut_offs(
+            numbers[planned.name], method, measured, tensors[planned.name]
+        ):
             raise _stale(plan, f"the deltas of tensor '{planned.name}' would be trimmed elsewhere now")
 
 

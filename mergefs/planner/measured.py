@@ -34,6 +34,7 @@ class Measurer:
     def __init__(
         self, store: Store, base: str, experts: tuple[str, ...], counter: ReadCounter, *, baseless: bool = False
     ) -> None:
+        self.block_elements = store.block_elements
         self._base_kind = Kind.EXPERT if baseless else Kind.BASE
         self._store = store
         self._base = base

@@ -60,6 +60,7 @@ class TensorPlan:
         depths: for each expert a string with one digit for each block: how many tiers of it are read, `9` for all of
             them. `0` also where the expert's block equals the base's.
         thresholds: for each expert the |delta| below which elements are trimmed, or () where nothing is.
+        ceilings: for each expert the |delta| above which they are, or () where nothing is.
         numbers: which of the plan's numbers are this tensor's.
         factors: of methods whose factors depend on whole tensors: that of the base's elements, and that of each
             expert's deltas; () for the others.
@@ -70,6 +71,7 @@ class TensorPlan:
     thresholds: tuple[float, ...] = ()
     numbers: int = 0
     factors: tuple[float, ...] = ()
+    ceilings: tuple[float, ...] = ()
 
     def planned(self, block: int) -> tuple[int, ...]:
         """Return which experts are read for a block."""
@@ -137,6 +139,7 @@ class Plan:
                         "thresholds": [repr(x) for x in t.thresholds],
                         "numbers": t.numbers,
                         "factors": [repr(x) for x in t.factors],
+                        "ceilings": [repr(x) for x in t.ceilings],
                     }
                     for t in self.tensors
                 ],
@@ -200,6 +203,7 @@ def _tensor(value: dict[str, Any]) -> TensorPlan:
         tuple(float(x) for x in value["thresholds"]),
         int(value["numbers"]),
         tuple(float(x) for x in value["factors"]),
+        tuple(float(x) for x in value["ceilings"]),
     )
 
 

@@ -26,7 +26,6 @@ from mergefs.planner.plan import EXACT, Numbers, Plan, TensorPlan
 from mergefs.planner.quality import Quality, assess
 from mergefs.planner.simulation import Simulation
 from mergefs.recipe import Recipe
-from mergefs.statistics.tensor import trim_rank
 from mergefs.store import Store
 from mergefs.units import format_size
 
@@ -183,8 +182,8 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
         counter.limit_expert(limit)
     if chooses or spare is not None:
         measured.limit(0 if chooses or spare is None else spare, found.cost_of)
-    thresholds = {
-        tensor.name: trim_thresholds(numbers[tensor.name], recipe.method, measured, tensor)
+    cuts = {
+        tensor.name: cut_offs(numbers[tensor.name], recipe.method, measured, tensor)
         for number, tensor in enumerate(found.tensors)
         if found.of_tensor(number).start < found.of_tensor(number).stop
     }
@@ -192,9 +191,10 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
         tensor.name: TensorPlan(
             tensor.name,
             (),
-            thresholds.get(tensor.name, ()),
+            cuts.get(tensor.name, ((), ()))[0],
             which[tensor.name],
             _factors(recipe, numbers[tensor.name], measured, tensor),
+            cuts.get(tensor.name, ((), ()))[1],
         )
         for tensor in found.tensors
     }
@@ -389,21 +389,30 @@ def _draft(recipe: Recipe, models: Models, seed: int, numbers: tuple[Numbers, ..
 
 
 def _factors(recipe: Recipe, numbers: Numbers, measured: Measurer, tensor: Tensor) -> tuple[float, ...]:
-    if not isinstance(recipe.method, SpanMethod):
-        return ()
     try:
+        recipe.method.check(numbers, tensor.shape, measured.block_elements)
+        if not isinstance(recipe.method, SpanMethod):
+            return ()
         return recipe.method.factors(numbers, Span(measured.products(tensor), recipe.base_model is not None))
     except RecipeError as error:
         raise RecipeError(f"tensor '{tensor.name}': {error}") from error
 
 
-def trim_thresholds(numbers: Numbers, method: Method, measured: Measurer, tensor: Tensor) -> tuple[float, ...]:
-    """Return for each expert the |delta| of a tensor below which a method trims; () where it does not."""
-    if not method.trims or all(d >= 1.0 for d in numbers.densities):
-        return ()
-    return tuple(
-        measured.threshold(expert, tensor, trim_rank(density, tensor.elements))
-        if 0.0 < density < 1.0 and numbers.weights[expert] != 0.0
-        else (0.0 if density else float("inf"))
-        for expert, density in enumerate(numbers.densities)
-    )
+def cut_offs(
+    numbers: Numbers, method: Method, measured: Measurer, tensor: Tensor
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the thresholds and the ceilings of a tensor; see `TensorPlan`."""
+    if not method.trims:
+        return (), ()
+    lows, highs = [], []
+    for expert, own in enumerate(numbers.experts):
+        kept = method.kept(own, tensor.elements)
+        low, high = 0.0, np.inf
+        if kept is not None and numbers.weights[expert] != 0.0:
+            removed, count = kept
+            low = measured.threshold(expert, tensor, removed + count) if count else np.inf
+            if removed and count:
+                high = measured.threshold(expert, tensor, removed + 1)
+        lows.append(low)
+        highs.append(high)
+    return tuple(lows) if any(lows) else (), tuple(highs) if any(high < np.inf for high in highs) else ()

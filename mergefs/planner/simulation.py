@@ -133,5 +133,7 @@ class Simulation:
         base = np.zeros(deltas.shape[1], np.float64)
         numbers = self._plan.numbers_of(planned)
         values = np.ascontiguousarray(deltas, np.float64)
-        merged = self._method.merge(BlockInputs(self._plan, planned, numbers, base, values, self._experts, 0))
+        merged = self._method.merge(
+            BlockInputs(self._plan, planned, numbers, base, values, self._experts, 0, base.shape)
+        )
         return np.asarray(merged, np.float64)
