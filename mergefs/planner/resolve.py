@@ -243,17 +243,22 @@ def _choose(
         raise BudgetError(
             f"a budget of {limit} bytes is less than the {frontier.floor_cost} bytes that the model was made from"
         )
-    if not aim.max_error:
+    if aim.max_error is None:
         assert limit is not None
         return frontier.within(limit), limit
-    depth = _least(found, quality, frontier, aim.max_error)
+    # No error is everything, whatever a sample says.
+    depth = _least(found, quality, frontier, aim.max_error) if aim.max_error else found.tiers
     needed = int(found.cost_at(depth).sum())
     if limit is not None and needed > limit:
-        reached = quality.predict(found, frontier.within(limit)) or 0.0
-        raise BudgetError(
-            f"an error of {aim.max_error:g} takes {format_size(needed)} ({needed} bytes), more than the budget of"
-            f" {limit} bytes, which allows an error of {reached:.3f}"
-        )
+        # What fits of later steps may do what the next one does.
+        filled = frontier.within(limit)
+        reached = quality.predict(found, filled) or 0.0
+        if reached > aim.max_error or not aim.max_error:
+            raise BudgetError(
+                f"an error of {aim.max_error:g} takes {format_size(needed)} ({needed} bytes), more than the budget of"
+                f" {limit} bytes, which allows an error of {reached:.3f}"
+            )
+        return filled, limit
     return depth, needed
 
 
