@@ -65,7 +65,8 @@ def show(store: Store, name: str) -> dict[str, Any]:
 
 
 def lineage(store: Store, name: str) -> dict[str, Any]:
-    """Return where a model came from: for a merge its plan, recipe, base, experts, budget and bytes read."""
+    """Return where a model came from: for a merge its plan, recipe, base, experts, budget and bytes read, the earlier
+    result that it refines, and the later ones that refine it, oldest first."""
     identity = store.resolve(name)
     origin = store.manifest(identity).lineage
     entry = store.manifest_entry(identity)
@@ -83,6 +84,8 @@ def lineage(store: Store, name: str) -> dict[str, Any]:
     found["budget_bytes"] = figures.get("budget_bytes")
     found["expert_raw_bytes"] = figures.get("expert_raw_bytes")
     found["read"] = figures.get("read")
+    found["refines"] = _named(store, figures.get("refines"))
+    found["refined_as"] = [_named(store, later) for later in _refinements(store, identity)]
     try:
         plan = load_plan(store, origin.plan)
     except MergefsError as error:
@@ -123,6 +126,13 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
         ):
             files.append({"path": path, "sizes": [p.size, q.size]})
     return {"first": a.id, "second": b.id, "files": files, "tensors": tensors, "equal_blocks": same}
+
+
+def _refinements(store: Store, identity: str) -> list[str]:
+    """Return the ids of the results that refine a merge, oldest first."""
+    entries = ((store.manifest_entry(other), other) for other in store.manifest_ids())
+    later = [(e.get("time", 0.0), other) for e, other in entries if e.get("merge", {}).get("refines") == identity]
+    return [other for _, other in sorted(later)]
 
 
 def _named(store: Store, identity: str | None) -> dict[str, Any] | None:

@@ -164,6 +164,9 @@ def _lineage(found: dict[str, Any]) -> str:
             f" of experts (budget {format_size(budget) if budget is not None else 'none'}),"
             f" {format_size(found['read']['base'])} of the base"
         )
+    if found.get("refines"):
+        lines.append(f"  refines  {_model(found['refines'])}")
+    lines += [f"  refined as {_model(later)}" for later in found.get("refined_as", ())]
     if found.get("recipe"):
         lines += ["  recipe", *(f"    {line}" for line in found["recipe"].strip().splitlines())]
     return "\n".join(lines)

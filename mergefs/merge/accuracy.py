@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
+from mergefs.errors import UserError
 from mergefs.manifest import Tensor
 from mergefs.merge.derive import base_scale, merged_values
 from mergefs.merge.lazy import load_plan
@@ -59,11 +60,13 @@ def measure_error(
         threads: how many to work with; all cores by default.
 
     Raises:
+        UserError: when the model is no merge.
         CorruptionError: when a block that is needed is missing or damaged.
     """
     began = time.monotonic()
     identity = store.manifest(store.resolve(name)).lineage.plan
-    assert identity is not None
+    if identity is None:
+        raise UserError(f"'{name}' is a checkpoint, not a merge: it has no error")
     plan = load_plan(store, identity)
     counter = ReadCounter()
     models = Models(plan.base, plan.experts, plan.baseless)

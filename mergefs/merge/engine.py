@@ -508,10 +508,14 @@ class _Run:
             time.monotonic() - figures.began,
         )
         shown = {k: v for k, v in asdict(report).items() if k not in ("manifest", "ref", "previous")}
+        entry: dict[str, object] = {"raw_bytes": manifest.raw_bytes}
+        # A refinement that read nothing deeper is the earlier result: what is known of that stays.
+        if figures.entry.get("refines") != manifest.id:
+            entry["merge"] = {**shown, **figures.entry}
         previous = self._store.publish(
             manifest,
             figures.name,
-            {"raw_bytes": manifest.raw_bytes, "merge": {**shown, **figures.entry}},
+            entry,
             plan=(self._plan.id, self._plan.encoded),
         )
         return replace(

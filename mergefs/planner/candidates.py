@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +58,18 @@ class Candidates:
     def cost_at(self, depth: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the bytes of each at its depth."""
         return np.asarray(self.cost[np.arange(len(self)), depth])
+
+    def only(self, rows: NDArray[np.int64]) -> Candidates:
+        """Return some of the candidates, in their order."""
+        return replace(
+            self,
+            tensor=self.tensor[rows],
+            expert=self.expert[rows],
+            block=self.block[rows],
+            rows=self.rows[rows],
+            cost=self.cost[rows],
+            tiers=self.tiers[rows],
+        )
 
     def cost_of(self, expert: int, tensor: str) -> int:
         """Return the bytes of all changed blocks of one tensor of an expert."""

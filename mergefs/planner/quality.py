@@ -68,8 +68,7 @@ class Quality:
         """Return each block's part in the squared error."""
         share = self.left(depth)
         # What is left of the others in the same place: the mean over them, by the norms of their deltas.
-        places = self.found.places
-        norms = np.sqrt(self.own)
+        places, norms = self.found.places, np.sqrt(self.own)
         sums = np.bincount(places, norms, minlength=1)
         kept = np.bincount(places, norms * share, minlength=1)
         others = (kept[places] - norms * share) / np.maximum(sums[places] - norms, 1e-300)
@@ -79,6 +78,11 @@ class Quality:
     def norm_terms(self) -> NDArray[np.float64]:
         """Each block's part in the squared norm of the merged delta."""
         return self.own + self.together
+
+    def only(self, rows: NDArray[np.int64]) -> Quality:
+        """Return what is known of some candidates; whole places, for what experts have in common to be right."""
+        found = self.found.only(rows)
+        return Quality(found, self.shares[rows], self.own[rows], self.together[rows], None)
 
     def predict(self, depth: NDArray[np.int64]) -> float | None:
         """Return the error of the merged delta relative to its norm; None where nothing is known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,11 @@ from mergefs.recipe import Recipe
 from mergefs.store import Store
 from mergefs.units import format_size
 
-_SETTLED_BY = 1 << 14
-"""Blocks that are looked at to find out how much a budget leaves."""
+_WEIGHED_BY = 1 << 14
+"""Blocks that are planned for to find out how what experts have in common is best weighed."""
 
-_ROUNDS = 4
+_SHARES = (0.0, 0.25, 0.5, 1.0)
+"""Of the other experts' blocks: what may be taken to be left."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
             measured.statistics(e, name)
         quality = _assess(store, recipe, draft, found, measured, drafts, weights)
         frontier = _frontier(found, quality, aim, limit, seed)
-        depth, limit = _choose(found, quality, frontier, aim, limit)
+        budgeted = partial(_frontier, found, quality, replace(aim, max_error=None), limit, seed)
+        depth, limit = _choose(found, quality, frontier, aim, limit, budgeted)
         counter.limit_expert(limit)
     digits = found.digits(depth)
     tensors = tuple(
@@ -253,31 +255,37 @@ def _frontier(found: Candidates, quality: Quality, aim: Aim, limit: int | None, 
     if aim.planner == "hash":
         return by_blocks(found.cost, quality.errors(0.0), found.tiers, floor, hash_rank(seed, len(found)))
     steps = by_tiers if aim.planner == "tiers" else by_blocks
-    if aim.max_error:
-        others = aim.max_error**2
-    else:
-        assert limit is not None
-        others = _settle(found, quality, steps, floor, limit)
-    return steps(found.cost, quality.errors(others), found.tiers, floor)
+    return steps(found.cost, quality.errors(_others(quality, steps, floor, aim, limit)), found.tiers, floor)
 
 
-def _settle(
-    found: Candidates, quality: Quality, steps: Callable[..., Frontier], floor: NDArray[np.int64], limit: int
+def _others(
+    quality: Quality, steps: Callable[..., Frontier], floor: NDArray[np.int64], aim: Aim, limit: int | None
 ) -> float:
-    """Return the share of the deltas that a budget leaves, which what it is best spent on depends on."""
-    some = slice(None, None, max(1, len(found) // _SETTLED_BY))
-    cost, own = found.cost[some], quality.own[some]
-    budget = int(limit * (cost[:, -1].sum() / max(1, found.full_cost.sum())))
-    others = 1.0
-    for _ in range(_ROUNDS):
-        depth = steps(cost, quality.errors(others)[some], found.tiers[some], floor[some]).within(budget)
-        left = quality.shares[some][np.arange(len(depth)), depth]
-        others = float(left @ own / own.sum()) if own.any() else 0.0
-    return others
+    """Return which share of the other experts' blocks is best taken to be left when a block's errors are weighed."""
+    every = max(1, len(quality.found) // _WEIGHED_BY)
+    rows = np.flatnonzero(quality.found.places % every == 0)
+    some, least = quality.only(rows), floor[rows]
+    found = some.found
+    best = (np.inf, 0.0)
+    for others in _SHARES:
+        frontier = steps(found.cost, some.errors(others), found.tiers, least)
+        if aim.max_error:
+            score = float(found.cost_at(_least(some, frontier, aim.max_error)).sum())
+        else:
+            assert limit is not None
+            part = found.full_cost.sum() / max(1, quality.found.full_cost.sum())
+            score = float(some.error_terms(frontier.within(int(limit * part))).sum())
+        best = min(best, (score, others))
+    return best[1]
 
 
 def _choose(
-    found: Candidates, quality: Quality, frontier: Frontier, aim: Aim, limit: int | None
+    found: Candidates,
+    quality: Quality,
+    frontier: Frontier,
+    aim: Aim,
+    limit: int | None,
+    frontier_for_budget: Callable[[], Frontier],
 ) -> tuple[NDArray[np.int64], int]:
     """Return the depths, and the most bytes that they may take.
 
@@ -289,17 +297,22 @@ def _choose(
             f"a budget of {limit} bytes is less than the {frontier.floor_cost} bytes that the model was made from: give"
             " more than that"
         )
-    if not aim.max_error:
+    if aim.max_error is None:
         assert limit is not None
         return frontier.within(limit), limit
-    depth = _least(quality, frontier, aim.max_error)
+    # No error is everything, whatever a sample says.
+    depth = _least(quality, frontier, aim.max_error) if aim.max_error else found.tiers
     needed = int(found.cost_at(depth).sum())
     if limit is not None and needed > limit:
-        reached = quality.predict(frontier.within(limit)) or 0.0
-        raise BudgetError(
-            f"an error of {aim.max_error:g} takes {format_size(needed)} ({needed} bytes), more than the budget of"
-            f" {limit} bytes, which allows an error of {reached:.3f}"
-        )
+        # A plan for the budget alone may be another one; and what fits of later steps may do what the next one does.
+        filled = frontier_for_budget().within(limit)
+        reached = quality.predict(filled) or 0.0
+        if reached > aim.max_error or not aim.max_error:
+            raise BudgetError(
+                f"an error of {aim.max_error:g} takes {format_size(needed)} ({needed} bytes), more than the budget of"
+                f" {limit} bytes, which allows an error of {reached:.3f}"
+            )
+        return filled, limit
     return depth, needed
 
 
