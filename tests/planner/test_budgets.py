@@ -279,13 +279,6 @@ def test_a_budget_too_small_for_anything_gives_the_base(run: Callable[..., Resul
         assert np.array_equal(made[name].values, tensor.values)
 
 
-def test_a_repository_that_is_only_read_is_planned_for(repository: Repository) -> None:
-    with Repository.open(repository.path, readonly=True) as reading:
-        found = reading.plan(recipe("ties"), budget="10%", save=False)
-        assert found.expert_bytes <= found.budget_bytes
-        assert found.plan.id == repository.plan(recipe("ties"), budget="10%", save=False).plan.id
-
-
 # ------------------------------------------------------------------------------------------- the operating system
 
 

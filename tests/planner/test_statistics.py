@@ -11,7 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import Tensors, array, fine_tuned, new_repository, write_model
+from builders import Tensors, array, fine_tuned, new_repository, recipe_text, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -24,6 +24,7 @@ from mergefs.dtypes import DTYPES
 from mergefs.errors import CorruptionError
 from mergefs.manifest import Tensor
 from mergefs.planner.measured import Measurer
+from mergefs.recipe import Recipe
 from mergefs.repository import Repository
 from mergefs.statistics.measure import coarse_sample
 from mergefs.statistics.sample import LEAST_RUN, MOST_SAMPLED, from_bfloat16, positions, run_length, to_bfloat16
@@ -374,6 +375,18 @@ def test_the_sample_is_of_the_same_elements_whatever_the_block_size(models: Path
             )
     for key, sample in found[0].items():
         assert all(np.array_equal(sample, other[key]) for other in found[1:])
+
+
+def test_a_repository_that_is_only_read_is_planned_for(models: Path, tmp_path: Path) -> None:
+    """Of tensors without elements there are no statistics, and none are needed."""
+    recipe = Recipe.parse(recipe_text("ties", ["x", "y"], "base", weight=0.5, density=0.5))
+    filled(tmp_path / "repository", models, "x", "y").close()
+    with Repository.open(tmp_path / "repository", readonly=True) as reading:
+        found = reading.plan(recipe, budget="10%", save=False)
+        assert found.candidates.unknown == ()
+    with Repository.open(tmp_path / "repository") as writing:
+        assert writing.plan(recipe, budget="10%").plan.id == found.plan.id
+        assert "empty" not in kept(writing, "x", "base")
 
 
 def test_what_was_measured_late_is_what_ingest_measured(repository: Repository, models: Path) -> None:
