@@ -19,7 +19,7 @@ from mergefs.blocks.geometry import grid
 from mergefs.errors import CorruptionError, FormatVersionError, MergefsError
 from mergefs.manifest import Manifest, safe_path
 from mergefs.planner import plan as plans
-from mergefs.planner.plan import Plan, TensorPlan
+from mergefs.planner.plan import Numbers, Plan, TensorPlan
 from mergefs.repository import Repository
 
 VECTORS = Path(__file__).parent.parent / "spec" / "vectors"
@@ -301,13 +301,14 @@ def example_plan() -> Plan:
         ID,
         (ID, ID[::-1]),
         False,
-        (0.1, -1e-17),
-        (1.0, 1 / 3),
-        {"lambda": 0.7, "normalize": True},
+        (
+            Numbers(({"weight": 0.1, "density": 1.0}, {"weight": -1e-17, "density": 1 / 3}), {"normalize": True}),
+            Numbers(({"weight": 2.0}, {"weight": 1e300}), {"lambda": 0.7}),
+        ),
         "F32",
         2**53 - 1,
         None,
-        (TensorPlan("größe", ("01", "10"), (5e-324, float("inf"))),),
+        (TensorPlan("größe", ("01", "10"), (5e-324, float("inf")), 1, (1.0, 0.1, -0.0), (float("inf"), 0.3)),),
         "merge_method: ties\n",
     )
 
@@ -325,10 +326,11 @@ def test_plans_round_trip_to_the_last_bit() -> None:
     [
         _drop("format"),
         _set("format", "mergefs-manifest"),
-        _drop("weights"),
-        _set("weights", ["x"]),
+        _drop("numbers"),
+        _set("numbers", ["x"]),
+        _set("numbers", [{"experts": [{"weight": "x"}], "shared": {}}]),
         _set("tensors", [{}]),
-        _set("settings", []),
+        _set("numbers", [{"experts": [{}], "shared": []}]),
         _set("version", 2),
     ],
 )

@@ -34,7 +34,7 @@ _INEXACT_LIMIT = 1 << 25
 class BlockMeasure:
     """What `measure_block` found out about one block; see `BLOCK` and `TensorStatistics`.
 
-    `sample` is float32, the exact deltas of the sampled elements.
+    `sample` is float32, the exact deltas of the sampled elements; `bins` are the occupied ones of the histogram.
     """
 
     energy: float
@@ -43,7 +43,8 @@ class BlockMeasure:
     unchanged: int
     elements: int
     sample: NDArray[np.float32]
-    histogram: NDArray[np.uint32] | None = None
+    bins: NDArray[np.int64] | None = None
+    counts: NDArray[np.uint32] | None = None
     sketch: NDArray[np.float64] | None = None
     inexact: NDArray[np.uint32] | None = None
 
@@ -79,8 +80,18 @@ def measure_block(
     inexact = np.empty(values.size + 1, np.uint32)
     energy, inner, largest, _, count = kernels.measure(values, below, first, _signs(), histogram, sketch, inexact)
     sampled[~np.isfinite(sampled)] = 0.0
+    bins = np.flatnonzero(histogram)
     return BlockMeasure(
-        energy, inner, float(largest), unchanged, values.size, sampled, histogram, sketch, inexact[:count].copy()
+        energy,
+        inner,
+        float(largest),
+        unchanged,
+        values.size,
+        sampled,
+        bins,
+        histogram[bins],
+        sketch,
+        inexact[:count].copy(),
     )
 
 
@@ -147,10 +158,10 @@ class Collector:
             exact = measure.sample[:, None]
             self._sample.append(np.hstack((np.repeat(exact, COARSE_TIERS, 1) if coarse is None else coarse, exact)))
             self._sketches.append(np.zeros(SKETCH_SIZE) if measure.sketch is None else measure.sketch)
-        if measure.histogram is None:
+        if measure.bins is None or measure.counts is None:
             self._histogram[0] += np.uint64(measure.elements)
         else:
-            self._histogram += measure.histogram
+            self._histogram[measure.bins] += measure.counts
         if measure.inexact is not None:
             self._inexact_count += len(measure.inexact)
             self._inexact.append(measure.inexact)
