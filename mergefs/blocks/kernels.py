@@ -228,3 +228,29 @@ def measure(expert, base, first, signs, histogram, sketch, inexact):
     out = np.empty(1, np.uint32)
     out[0] = largest
     return energy.sum(), inner.sum(), out.view(np.float32)[0], not_finite, count
+
+
+@_jit
+def measure_bf16(expert, base, first, signs, histogram, sketch, inexact):
+    """`measure` of uint16[n] bits of bf16, widened a part at a time that stays in the first cache."""
+    part = 4096
+    values = np.empty(part, np.float32)
+    below = np.empty(part, np.float32)
+    energy = 0.0
+    inner = 0.0
+    largest = np.float32(0.0)
+    not_finite = 0
+    count = 0
+    for start in range(0, expert.size, part):
+        size = min(part, expert.size - start)
+        widen_bf16(expert[start : start + size], values.view(np.uint32))
+        widen_bf16(base[start : start + size], below.view(np.uint32))
+        more, product, top, odd, found = measure(
+            values[:size], below[:size], first + start, signs, histogram, sketch, inexact[count:]
+        )
+        energy += more
+        inner += product
+        largest = max(largest, top)
+        not_finite += odd
+        count += found
+    return energy, inner, largest, not_finite, count

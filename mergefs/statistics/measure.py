@@ -13,7 +13,7 @@ from mergefs.blocks.floats import to_float, unsigned
 from mergefs.blocks.tiers.layout import COARSE_TIERS
 from mergefs.dtypes import DType
 from mergefs.hashing import Buffer, Hasher
-from mergefs.statistics.sample import to_bfloat16
+from mergefs.statistics.sample import from_bfloat16, to_bfloat16
 from mergefs.statistics.tensor import (
     BLOCK,
     SKETCH_SIZE,
@@ -72,13 +72,22 @@ def measure_block(
         unchanged = int(np.count_nonzero(unsigned(raw, dtype.itemsize) == unsigned(base, dtype.itemsize)))
     histogram = np.zeros(kernels.HISTOGRAM_BINS, np.uint32)
     sketch = np.zeros(SKETCH_SIZE, np.float64)
+    count = len(raw) // dtype.itemsize
+    inexact = np.empty(count + 1, np.uint32)
+    if dtype.name == base_dtype.name == "BF16":
+        x, b = unsigned(raw, 2), unsigned(base, 2)
+        values, below = from_bfloat16(x[sample]), from_bfloat16(b[sample])
+        found = kernels.measure_bf16(x, b, first, _signs(), histogram, sketch, inexact)
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            x, b = (
+                to_float(data, of).astype(np.float32, copy=False) for data, of in ((raw, dtype), (base, base_dtype))
+            )
+        values, below = x[sample], b[sample]
+        found = kernels.measure(x, b, first, _signs(), histogram, sketch, inexact)
+    energy, inner, largest, _, kept = found
     with np.errstate(over="ignore", invalid="ignore"):
-        values, below = (
-            to_float(data, of).astype(np.float32, copy=False) for data, of in ((raw, dtype), (base, base_dtype))
-        )
-        sampled = values[sample] - below[sample]
-    inexact = np.empty(values.size + 1, np.uint32)
-    energy, inner, largest, _, count = kernels.measure(values, below, first, _signs(), histogram, sketch, inexact)
+        sampled = values - below
     sampled[~np.isfinite(sampled)] = 0.0
     bins = np.flatnonzero(histogram)
     return BlockMeasure(
@@ -86,12 +95,12 @@ def measure_block(
         inner,
         float(largest),
         unchanged,
-        values.size,
+        count,
         sampled,
         bins,
         histogram[bins],
         sketch,
-        inexact[:count].copy(),
+        inexact[:kept].copy(),
     )
 
 
