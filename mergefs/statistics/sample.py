@@ -6,6 +6,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from mergefs.blocks.floats import from_float
+from mergefs.dtypes import DTYPES
+
 LEAST_RUN = 1 << 13
 """Of so many elements at least one is sampled,"""
 
@@ -37,11 +40,10 @@ def positions(elements: int, first: int, stop: int) -> NDArray[np.int64]:
 
 
 def to_bfloat16(values: NDArray[np.floating]) -> NDArray[np.uint16]:
-    """Return float32 values as the bits of the nearest bfloat16."""
-    import ml_dtypes
-
-    with np.errstate(over="ignore", invalid="ignore"):
-        return values.astype(np.float32).astype(ml_dtypes.bfloat16).view("<u2")
+    """Return float values as the bits of the nearest bfloat16."""
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+    return np.frombuffer(from_float(single.ravel(), DTYPES["BF16"]), "<u2").reshape(values.shape)
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
