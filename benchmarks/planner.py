@@ -55,7 +55,8 @@ QWEN3_8B = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
-DELTA = 1.3e-4
+BASE, DELTA = 0.02, 1.3e-4
+"""Standard deviations of weights and of their changes, as in tools/synth."""
 CORRELATION = 0.2
 TIER_SHARES = (0.019, 0.036, 0.047, 0.105)
 """Of a block's raw bytes: what its tiers take."""
@@ -106,11 +107,14 @@ def enter_blocks(repository: Repository, name: str, manifest: Manifest, base: Ma
 
 
 class Synthesis:
-    """Statistics like those of a fine-tune whose deltas are Gaussian."""
+    """Statistics like those of a bf16 fine-tune whose deltas are Gaussian before they are rounded."""
 
     def __init__(self, block_elements: int) -> None:
         self._block_elements = block_elements
-        magnitudes = np.sort(np.abs(np.random.default_rng(0).standard_normal(1 << 16)).astype(np.float32) * DELTA)
+        random = np.random.default_rng(0)
+        base = (BASE * random.standard_normal(1 << 18)).astype(BF16.numpy)
+        expert = (base.astype(np.float64) + DELTA * random.standard_normal(base.size)).astype(BF16.numpy)
+        magnitudes = np.abs(expert.astype(np.float32) - base.astype(np.float32))
         bins, counts = np.unique(magnitudes.view(np.uint32) >> 16, return_counts=True)
         self._bins, self._shares = bins.astype("<u2"), counts / counts.sum()
 
