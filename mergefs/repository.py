@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from mergefs.ingest import IngestReport, Progress
     from mergefs.inspection import StatsReport
     from mergefs.merge.accuracy import ErrorReport
-    from mergefs.merge.engine import MergeReport, RefineReport
+    from mergefs.merge.engine import RefineReport
+    from mergefs.merge.run import MergeReport
     from mergefs.planner.aim import Aim
     from mergefs.planner.resolve import Planned
     from mergefs.recipe import Recipe
@@ -56,7 +57,8 @@ class Repository(Store):
         """
         from mergefs.blocks.reader import ReadCounter
         from mergefs.planner.aim import Aim
-        from mergefs.planner.resolve import find_models, make_plan
+        from mergefs.planner.models import find_models
+        from mergefs.planner.resolve import make_plan
         from mergefs.store import plan_name
 
         models = find_models(self, recipe)

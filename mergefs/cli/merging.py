@@ -23,7 +23,7 @@ from mergefs.cli.common import (
 )
 from mergefs.errors import NotFoundError, UserError
 from mergefs.merge.accuracy import ErrorReport
-from mergefs.merge.engine import MergeReport
+from mergefs.merge.run import MergeReport
 from mergefs.planner.aim import PLANNERS, Aim
 from mergefs.planner.budget import parse_budget
 from mergefs.planner.explain import Explanation, curve, explain_plan, tier_bytes

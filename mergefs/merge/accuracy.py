@@ -19,8 +19,9 @@ from mergefs.merge.sources import Sources
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.aim import Aim
 from mergefs.planner.importance import block_weights
+from mergefs.planner.models import Models
 from mergefs.planner.plan import Plan
-from mergefs.planner.resolve import Models, make_plan
+from mergefs.planner.resolve import make_plan
 from mergefs.recipe import Recipe
 from mergefs.store import Store
 

@@ -1,89 +1,23 @@
-"""The merge engine: plans, then derives block after block and publishes the result; or publishes it lazy."""
+"""Merging: by a recipe, by a stored plan, once more with a larger budget; and storing what was merged lazy."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Self
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from mergefs.blocks import codecs
-from mergefs.blocks.codecs import Encoded
-from mergefs.blocks.joined import LONGEST, JoinedReads
-from mergefs.blocks.pack import NO_BASE
-from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
-from mergefs.blocks.writer import BlockWriter
-from mergefs.catalog.leases import Lease
-from mergefs.catalog.tables import Location, get_tiers
-from mergefs.dtypes import DTYPES
+from mergefs.blocks.reader import ReadCounter
 from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
-from mergefs.hashing import digest
-from mergefs.manifest import Blob, Manifest, Tensor
-from mergefs.merge.derive import derive, output_dtype, stored_block
 from mergefs.merge.lazy import load_plan
-from mergefs.merge.output import Output
-from mergefs.merge.sources import Sources
-from mergefs.pipeline import available_cores, ordered
+from mergefs.merge.run import DEFAULT_MEMORY, Earlier, Figures, MergeReport, Progress, Run
 from mergefs.planner.aim import Aim
 from mergefs.planner.check import check_plan
-from mergefs.planner.plan import Plan, TensorPlan
-from mergefs.planner.resolve import Models, Planned, find_models, make_plan
+from mergefs.planner.models import Models, find_models
+from mergefs.planner.resolve import make_plan
 from mergefs.recipe import Recipe
-from mergefs.statistics.stored import tier_bytes
-from mergefs.statistics.tensor import TIERS
 from mergefs.store import Store, check_ref_name
 
-Progress = Callable[[int, int], None]
-
-DEFAULT_MEMORY = 1 << 30
 _ATTEMPTS = 3
-_READING_SHARE = 8
-"""What is read ahead may take this part of the memory."""
-
-
-@dataclass(frozen=True)
-class BlockCounts:
-    """Blocks of the merged tensors.
-
-    Attributes:
-        shared: that were stored before the merge.
-        derived: that the merge added.
-        lazy: that will be derived when they are read.
-    """
-
-    shared: int
-    derived: int
-    lazy: int
-
-
-@dataclass(frozen=True)
-class MergeReport:
-    """What a merge did.
-
-    Attributes:
-        plan, manifest: their ids.
-        ref: the result's name.
-        previous: the id of the manifest that the ref named before, or None.
-        budget_bytes: the budget, or None.
-        expert_raw_bytes: what a naive merge would have read of the experts.
-        predicted_error: of the merged delta, relative to its norm; 0 when everything is read, None where unknown.
-        read: physical bytes read.
-        written_bytes: bytes added to the repository's packs and manifests.
-        blocks: what became of the tensors' blocks.
-        seconds: wall time, planning included.
-    """
-
-    plan: str
-    manifest: str
-    ref: str
-    previous: str | None
-    budget_bytes: int | None
-    expert_raw_bytes: int
-    predicted_error: float | None
-    read: ReadTotals
-    written_bytes: int
-    blocks: BlockCounts
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -97,50 +31,6 @@ class RefineReport(MergeReport):
 
     refines: str
     reread_bytes: int
-
-
-@dataclass(frozen=True)
-class _Figures:
-    """What a run reports and did not find out itself.
-
-    Attributes:
-        name: the ref for the result.
-        began: when the work began, by the monotonic clock.
-        budget_bytes, expert_raw_bytes, predicted_error: see `MergeReport`.
-        entry: what else the catalog is to say of the result.
-    """
-
-    name: str
-    began: float
-    budget_bytes: int | None
-    expert_raw_bytes: int
-    predicted_error: float | None
-    entry: dict[str, object]
-
-    @classmethod
-    def of(cls, planned: Planned, name: str, began: float, entry: dict[str, object]) -> Self:
-        """From a plan that was just made."""
-        return cls(name, began, planned.budget_bytes, planned.expert_raw_bytes, planned.predicted_error, entry)
-
-
-@dataclass(frozen=True)
-class _Earlier:
-    """A result of the same recipe whose blocks are taken over where the plans agree."""
-
-    manifest: Manifest
-    plan: Plan
-
-    def block(self, plan: Plan, tensor: Tensor, number: int) -> str | None:
-        """Return the block's id where it is stored and would be derived alike."""
-        mine, its = (found.tensor_by_name.get(tensor.name) for found in (plan, self.plan))
-        mine, its = mine or TensorPlan(tensor.name, ()), its or TensorPlan(tensor.name, ())
-        if mine.depths_at(number) != its.depths_at(number):
-            return None
-        if (mine.thresholds, mine.ceilings, mine.factors) != (its.thresholds, its.ceilings, its.factors):
-            return None
-        if plan.numbers_of(mine) != self.plan.numbers_of(its):
-            return None
-        return self.manifest.tensor_by_name[tensor.name].blocks[number]
 
 
 def merge(
@@ -213,9 +103,9 @@ def merge_planned(
         store.resolve(identity)
     with store.lease("merge", {plan.base, *plan.experts}) as lease:
         check_plan(store, plan)
-        run = _Run(store, plan, lease, ReadCounter(plan.budget), threads, max_memory)
+        run = Run(store, plan, lease, ReadCounter(plan.budget), threads, max_memory)
         raw = sum(store.manifest(expert).tensor_bytes for expert in plan.experts)
-        figures = _Figures(name, began, plan.budget, raw, None if plan.budget else 0.0, {})
+        figures = Figures(name, began, plan.budget, raw, None if plan.budget else 0.0, {})
         return run.lazy(figures) if lazy else run.eager(figures, progress)
 
 
@@ -247,11 +137,11 @@ def materialize(
     counter = ReadCounter(plan.budget)
     entry = store.manifest_entry(identity)
     with store.lease("materialize", {identity, plan.base, *plan.experts}) as lease:
-        run = _Run(store, plan, lease, counter, threads, max_memory)
+        run = Run(store, plan, lease, counter, threads, max_memory)
         raw = sum(store.manifest(expert).tensor_bytes for expert in plan.experts)
         before = entry.get("merge", {})
         kept = {"refines": before["refines"]} if "refines" in before else {}
-        figures = _Figures(name, began, plan.budget, raw, before.get("predicted_error"), kept)
+        figures = Figures(name, began, plan.budget, raw, before.get("predicted_error"), kept)
         try:
             return run.eager(figures, progress)
         except BudgetExceededError as error:
@@ -303,11 +193,11 @@ def refine(
     with store.lease("refine", {identity, *models.all}) as lease:
         counter = ReadCounter()
         planned = make_plan(store, recipe, models, replace(aim, floor=before), seed=before.seed, counter=counter)
-        run = _Run(store, planned.plan, lease, counter, threads, max_memory)
-        figures = _Figures.of(planned, target, began, {"refines": identity})
+        run = Run(store, planned.plan, lease, counter, threads, max_memory)
+        figures = Figures.of(planned, target, began, {"refines": identity})
         if manifest.is_lazy:
             return RefineReport(**vars(run.lazy(figures)), refines=identity, reread_bytes=0)
-        earlier = _Earlier(manifest, before)
+        earlier = Earlier(manifest, before)
         report = run.eager(figures, progress, earlier)
         again = planned.reread_bytes(before, lambda tensor, number: earlier.block(planned.plan, tensor, number) is None)
         return RefineReport(**vars(report), refines=identity, reread_bytes=again)
@@ -330,209 +220,6 @@ def _merge(
     with store.lease("merge", models.all) as lease:
         counter = ReadCounter()
         planned = make_plan(store, recipe, models, aim, seed=seed, counter=counter)
-        run = _Run(store, planned.plan, lease, counter, threads, max_memory)
-        figures = _Figures.of(planned, name, began, {})
+        run = Run(store, planned.plan, lease, counter, threads, max_memory)
+        figures = Figures.of(planned, name, began, {})
         return run.lazy(figures) if lazy else run.eager(figures, progress)
-
-
-@dataclass(frozen=True)
-class _Job:
-    tensor: Tensor
-    number: int
-
-
-@dataclass(frozen=True)
-class _Done:
-    job: _Job
-    block: bytes
-    size: int
-    encoded: Encoded | None
-    root: bytes
-
-
-class _Run:
-    """One run of the engine over one plan."""
-
-    def __init__(
-        self,
-        store: Store,
-        plan: Plan,
-        lease: Lease,
-        counter: ReadCounter,
-        threads: int | None,
-        max_memory: int,
-    ) -> None:
-        self._store = store
-        self._plan = plan
-        self._lease = lease
-        self._counter = counter
-        self._base = store.manifest(plan.base)
-        self._reader = BlockReader(store.catalog, store.backend, counter)
-        self._experts = tuple(store.manifest(expert) for expert in plan.experts)
-        self._threads = _threads_within(max_memory, threads or available_cores(), len(self._experts), store)
-        # Each expert has a run under way in each of its packs, and one more that is not used up.
-        self._longest = min(LONGEST, max_memory // (_READING_SHARE * 2 * TIERS * max(1, len(self._experts))))
-
-    def lazy(self, figures: _Figures) -> MergeReport:
-        """Publish the manifest with its derived blocks left open."""
-        blocks: dict[str, tuple[str | None, ...]] = {}
-        shared = open_blocks = 0
-        for tensor in self._base.tensors:
-            mine = tuple(self._stored(tensor, number) for number in range(len(tensor.blocks)))
-            blocks[tensor.name] = mine
-            open_blocks += mine.count(None)
-            shared += len(mine) - mine.count(None)
-        counts = BlockCounts(shared, 0, open_blocks)
-        with self._writer() as writer:
-            manifest = self._output(writer).manifest(blocks)
-            writer.flush()
-            return self._publish(manifest, writer, counts, figures)
-
-    def eager(self, figures: _Figures, progress: Progress | None, earlier: _Earlier | None = None) -> MergeReport:
-        """Derive and store every block, then publish; blocks that an earlier result has are taken from it."""
-        blocks: dict[str, list[str | None]] = {t.name: list(t.blocks) for t in self._base.tensors}
-        jobs = []
-        derived = 0
-        with self._writer() as writer:
-            for job in self._all_jobs():
-                known = self._stored(job.tensor, job.number)
-                if known is None and earlier:
-                    known = earlier.block(self._plan, job.tensor, job.number)
-                if known is None:
-                    jobs.append(job)
-                elif known != job.tensor.blocks[job.number]:
-                    writer.reuse(bytes.fromhex(known))
-                    blocks[job.tensor.name][job.number] = known
-            output = self._output(writer)
-            sources = self._sources(jobs)
-            results = ordered(
-                lambda job: self._derive(writer, sources, job),
-                jobs,
-                threads=self._threads,
-                window=2 * self._threads + 2,
-            )
-            for count, done in enumerate(results, start=1):
-                derived += self._keep(writer, done)
-                blocks[done.job.tensor.name][done.job.number] = done.block.hex()
-                if progress:
-                    progress(count, len(jobs))
-            manifest = output.manifest({tensor: tuple(ids) for tensor, ids in blocks.items()})
-            writer.flush()
-            total = sum(len(ids) for ids in blocks.values())
-            return self._publish(manifest, writer, BlockCounts(total - derived, derived, 0), figures)
-
-    def _all_jobs(self) -> Iterator[_Job]:
-        for tensor in self._base.tensors:
-            for number in range(len(tensor.blocks)):
-                yield _Job(tensor, number)
-
-    def _stored(self, tensor: Tensor, number: int) -> str | None:
-        return stored_block(self._plan, self._experts, tensor, number)
-
-    def _sources(self, jobs: list[_Job]) -> Sources:
-        """Return the models, of which what these jobs need is read in large pieces."""
-        plan, store = self._plan, self._store
-        wanted: list[Location] = []
-        needed = 0
-        with store.catalog.read() as txn:
-            for job in jobs:
-                planned = plan.tensor_by_name.get(job.tensor.name)
-                for expert in planned.planned(job.number) if planned else ():
-                    assert planned is not None
-                    block, below = (
-                        bytes.fromhex(model.tensor_by_name[job.tensor.name].blocks[job.number] or "")
-                        for model in (self._experts[expert], self._base)
-                    )
-                    depth = planned.depth(expert, job.number)
-                    wanted += get_tiers(txn, block)[:depth]
-                    needed += sum(tier_bytes(txn, block, below)[:depth])
-        left = self._counter.expert_left
-        spare = None if left is None else left - needed
-        joined = JoinedReads(store.backend, wanted, spare, longest=self._longest)
-        reader = BlockReader(store.catalog, store.backend, self._counter, joined)
-        return Sources(plan, self._base, self._experts, reader)
-
-    def _derive(self, writer: BlockWriter, sources: Sources, job: _Job) -> _Done:
-        base = sources.base_block(job.tensor, job.number)
-        raw = derive(sources, job.tensor, job.number, base)
-        block = digest(raw)
-        if writer.known(block):
-            return _Done(job, block, len(raw), None, NO_BASE)
-        dtype = output_dtype(self._plan, job.tensor)
-        if dtype is not job.tensor.dtype:
-            return _Done(job, block, len(raw), codecs.encode(raw, dtype), NO_BASE)
-        # The block that everything here is encoded against: the base's own, or the one that is encoded against.
-        root, root_raw = next(iter(base.known.items()))
-        return _Done(job, block, len(raw), codecs.encode(raw, dtype, root_raw), root)
-
-    def _keep(self, writer: BlockWriter, done: _Done) -> int:
-        if done.encoded is None:
-            writer.reuse(done.block)
-            return 0
-        before = writer.new_blocks
-        dtype = output_dtype(self._plan, done.job.tensor)
-        writer.add(done.block, done.encoded, raw_length=done.size, dtype=dtype.code, base=done.root)
-        return writer.new_blocks - before
-
-    def _writer(self) -> BlockWriter:
-        store = self._store
-        return BlockWriter(store.catalog, store.backend, store.path / "tmp", self._lease, sync=store.sync)
-
-    def _output(self, writer: BlockWriter) -> Output:
-        def store_blob(data: bytes) -> Blob:
-            block = digest(data)
-            if writer.known(block):
-                writer.reuse(block)
-            else:
-                u8 = DTYPES["U8"]
-                writer.add(block, codecs.encode(data, u8), raw_length=len(data), dtype=u8.code)
-            return Blob(block.hex(), len(data))
-
-        return Output(self._plan, self._base, self._reader, store_blob)
-
-    def _publish(self, manifest: Manifest, writer: BlockWriter, counts: BlockCounts, figures: _Figures) -> MergeReport:
-        with self._store.catalog.read() as txn:
-            known = txn.get("manifests", bytes.fromhex(manifest.id)) is not None
-        written = writer.stored_bytes + (0 if known else len(manifest.encoded))
-        report = MergeReport(
-            self._plan.id,
-            manifest.id,
-            figures.name,
-            None,
-            figures.budget_bytes,
-            figures.expert_raw_bytes,
-            figures.predicted_error,
-            self._counter.totals,
-            written,
-            counts,
-            time.monotonic() - figures.began,
-        )
-        shown = {k: v for k, v in asdict(report).items() if k not in ("manifest", "ref", "previous")}
-        entry: dict[str, object] = {"raw_bytes": manifest.raw_bytes}
-        # A refinement that read nothing deeper is the earlier result: what is known of that stays.
-        if figures.entry.get("refines") != manifest.id:
-            entry["merge"] = {**shown, **figures.entry}
-        previous = self._store.publish(
-            manifest,
-            figures.name,
-            entry,
-            plan=(self._plan.id, self._plan.encoded),
-        )
-        return replace(
-            report,
-            previous=None if previous == manifest.id else previous,
-            seconds=time.monotonic() - figures.began,
-        )
-
-
-def _threads_within(max_memory: int, threads: int, experts: int, store: Store) -> int:
-    """Return how many threads keep the blocks under way within the memory limit."""
-    # A block under way: raw and float32 for the base, the result and every expert's delta, one expert's raw
-    # bytes twice, and the encoder's planes and output; float64 tensors count double.
-    element_bytes = 4 * (experts + 3) + 16
-    each = store.block_elements * element_bytes
-    if each > max_memory:
-        raise UserError(
-            f"merging {experts} experts needs {each} bytes for one block: raise --max-memory to at least that"
-        )
-    return max(1, min(threads, max_memory // each))

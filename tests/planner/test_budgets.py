@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mergefs.cli import cli
 from mergefs.errors import BudgetError
 from mergefs.merge.accuracy import ErrorReport
-from mergefs.merge.engine import MergeReport
+from mergefs.merge.run import MergeReport
 from mergefs.recipe import Recipe
 from mergefs.repository import Repository
 

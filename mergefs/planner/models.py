@@ -1,0 +1,88 @@
+"""The models of a recipe: which they are, and whether they fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mergefs.errors import RecipeError
+from mergefs.manifest import Manifest
+from mergefs.recipe import Recipe
+from mergefs.store import Store
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a recipe, by manifest id.
+
+    Attributes:
+        base: what deltas are taken from.
+        experts: in the recipe's order.
+        baseless: there is no base, so that deltas are taken from the first expert, whose bytes then count as an
+            expert's.
+    """
+
+    base: str
+    experts: tuple[str, ...]
+    baseless: bool
+
+    @property
+    def all(self) -> set[str]:
+        """Every one of them, once."""
+        return {self.base, *self.experts}
+
+
+def find_models(store: Store, recipe: Recipe, lookup: Callable[[str], str] | None = None) -> Models:
+    """Look the models of a recipe up, each once: a ref may move afterwards.
+
+    Without a `base_model`, the base is the model that all the others were ingested against.
+
+    Args:
+        lookup: finds the manifest id of a model as the recipe names it; by default the store's `resolve`.
+
+    Raises:
+        NotFoundError: when a model is not in the repository.
+        RecipeError: when a model is both base and expert of a method of deltas.
+    """
+    find = lookup or store.resolve
+    ids = {name: find(name) for name in dict.fromkeys(recipe.models)}
+    experts = tuple(ids[name] for name in recipe.models)
+    if recipe.base_model is not None:
+        base = ids.get(recipe.base_model) or find(recipe.base_model)
+        if recipe.method.needs_base and base in experts:
+            raise RecipeError("the base is also one of the experts, under another name: leave it out of 'models'")
+        return Models(base, experts, False)
+    bases = {store.manifest_entry(expert).get("base", expert) for expert in experts}
+    if len(bases) == 1 and len(bases.union(experts)) > 1 and bases <= set(store.manifest_ids()):
+        return Models(bases.pop(), experts, False)
+    return Models(experts[0], experts, True)
+
+
+def check_fit(base: Manifest, base_name: str, expert: Manifest, name: str) -> None:
+    """Check that an expert has the base's tensors, in the same shapes.
+
+    Raises:
+        RecipeError: when not, naming the tensor and both shapes.
+    """
+    if expert.is_lazy or base.is_lazy:
+        lazy = name if expert.is_lazy else base_name
+        raise RecipeError(f"'{lazy}' is a lazy merge: 'mergefs materialize {lazy}' makes it usable in a recipe")
+    if base.block_elements != expert.block_elements:
+        raise RecipeError(f"'{base_name}' and '{name}' were ingested with different block sizes")
+    for tensor in base.tensors:
+        twin = expert.tensor_by_name.get(tensor.name)
+        if twin is None:
+            raise RecipeError(f"tensor '{tensor.name}' is in '{base_name}' and not in '{name}': they cannot be merged")
+        if twin.shape != tensor.shape:
+            raise RecipeError(
+                f"tensor '{tensor.name}' has shape {list(tensor.shape)} in '{base_name}' and"
+                f" {list(twin.shape)} in '{name}': they cannot be merged"
+            )
+        if twin.dtype.is_float is not tensor.dtype.is_float:
+            raise RecipeError(
+                f"tensor '{tensor.name}' is {tensor.dtype.name} in '{base_name}' and {twin.dtype.name} in '{name}':"
+                " they cannot be merged"
+            )
+    for extra in expert.tensors:
+        if extra.name not in base.tensor_by_name:
+            raise RecipeError(f"tensor '{extra.name}' is in '{name}' and not in '{base_name}': they cannot be merged")
