@@ -10,6 +10,7 @@ import click
 _COMMANDS = {
     "init": ("repository", "Make a repository in a new folder."),
     "ingest": ("models", "Take in a checkpoint."),
+    "recipe": ("recipes", "Tell what a recipe means (recipe check FILE)."),
     "plan": ("merging", "Resolve a recipe into a plan without running it."),
     "explain": ("merging", "Show what a plan reads and skips, and why."),
     "merge": ("merging", "Merge models by a recipe."),

@@ -1,6 +1,9 @@
-"""The merge methods by name."""
+"""The merge methods by name. Packages add their own by entry points: NAME = module:ClassOfMethod."""
 
 from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 
 from mergefs.errors import RecipeError
 from mergefs.merge.breadcrumbs import Breadcrumbs, BreadcrumbsTies
@@ -11,6 +14,8 @@ from mergefs.merge.method import Method
 from mergefs.merge.single import NearSwap, Passthrough
 from mergefs.merge.spherical import Karcher, ModelStock, MultiSlerp, NuSlerp, Slerp
 from mergefs.merge.ties import Ties
+
+GROUP = "mergefs.methods"
 
 _METHODS: dict[str, Method] = {
     method.name: method
@@ -36,8 +41,8 @@ _METHODS: dict[str, Method] = {
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all methods."""
-    return tuple(_METHODS)
+    """Return the names of all methods: mergefs's own, then those of other packages."""
+    return (*_METHODS, *(name for name in _entry_points() if name not in _METHODS))
 
 
 def method(name: str) -> Method:
@@ -46,6 +51,30 @@ def method(name: str) -> Method:
     Raises:
         RecipeError: when this mergefs has none of that name.
     """
-    if name not in _METHODS:
-        raise RecipeError(f"unknown merge_method '{name}': this mergefs has {', '.join(_METHODS)}")
-    return _METHODS[name]
+    if name in _METHODS:
+        return _METHODS[name]
+    found = _entry_points().get(name)
+    if found is None:
+        raise RecipeError(f"unknown merge_method '{name}': this mergefs has {', '.join(names())}")
+    return _load(found)
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    return {found.name: found for found in entry_points(group=GROUP)}
+
+
+@cache
+def _load(found: EntryPoint) -> Method:
+    """Return the method of another package.
+
+    Raises:
+        RecipeError: when it cannot be loaded, or is no method of that name.
+    """
+    try:
+        made = found.load()()
+    except Exception as error:
+        raise RecipeError(f"merge_method '{found.name}' ({found.value}) cannot be loaded: {error}") from error
+    if not isinstance(made, Method) or made.name != found.name:
+        raise RecipeError(f"merge_method '{found.name}' ({found.value}) is no mergefs method of that name")
+    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,9 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.tiers.layout import COARSE_TIERS
 from mergefs.planner.candidates import Candidates
-from mergefs.planner.layers import layer_of
+from mergefs.planner.layers import kind_of, layer_of
 from mergefs.planner.quality import relative
 from mergefs.planner.resolve import Planned
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 CURVE_SHARES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3)
 """Of the experts' raw bytes: where the curve of error against bytes is computed."""
@@ -52,7 +49,7 @@ def explain_plan(planned: Planned) -> Explanation:
     layers = [
         _row(planned, "-" if number < 0 else str(number), layer == number) for number in np.unique(layer).tolist()
     ]
-    names = [_NUMBER.sub("*", tensor.name) for tensor in found.tensors]
+    names = [kind_of(tensor.name) for tensor in found.tensors]
     kinds = list(dict.fromkeys(names))
     kind = np.array([kinds.index(name) for name in names], np.int64)[numbers]
     return Explanation(experts, layers, [_row(planned, kinds[k], kind == k) for k in np.unique(kind).tolist()])

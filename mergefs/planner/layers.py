@@ -7,6 +7,13 @@ from collections.abc import Iterable
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)(?:\.|$)")
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def kind_of(name: str) -> str:
+    """Return a tensor's name without the numbers in it: the same for all layers."""
+    return _NUMBER.sub("*", name)
+
 
 def layer_of(name: str) -> int | None:
     """Return the number of a tensor's layer; None for one that belongs to none, such as an embedding."""

@@ -118,7 +118,7 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
         check_fit(base, recipe.base_model or models.base[:12], expert, name)
     raw = sum(expert.tensor_bytes for expert in experts)
     limit = None if aim.budget is None else parse_budget(aim.budget, raw)
-    different, which = _numbers(recipe, base)
+    different, which = numbers_of_tensors(recipe, base)
     numbers = {name: different[number] for name, number in which.items()}
     draft = _draft(recipe, models, seed, different)
     measured = Measurer(store, models.base, models.experts, counter, baseless=models.baseless)
@@ -198,7 +198,7 @@ def _assess(
     return assess(found, measured, coefficients, weights, simulation)
 
 
-def _numbers(recipe: Recipe, base: Manifest) -> tuple[tuple[Numbers, ...], dict[str, int]]:
+def numbers_of_tensors(recipe: Recipe, base: Manifest) -> tuple[tuple[Numbers, ...], dict[str, int]]:
     """Return the method's different parameters, and which of them are those of each float tensor."""
     names = [tensor.name for tensor in base.tensors if tensor.dtype.is_float]
     layers = layer_count(names)
