@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from mergefs.blocks.writer import BlockWriter
 from mergefs.checkpoint.directory import Checkpoint, CheckpointFile, open_checkpoint
 from mergefs.checkpoint.safetensors import TensorEntry
 from mergefs.dtypes import DTYPES, DType
-from mergefs.errors import BlocksCollectedError, CheckpointError
-from mergefs.hashing import digest
+from mergefs.errors import BlocksCollectedError, CheckpointError, CorruptionError
+from mergefs.hashing import Buffer, digest
 from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData, safe_path
 from mergefs.pipeline import available_cores, ordered
 from mergefs.statistics.measure import BlockMeasure, Collector, coarse_sample, measure_block, unchanged_block
@@ -311,16 +311,41 @@ class _Worker:
         measure = measure_block(raw, entry.dtype, base, base_dtype, piece.first, sample) if measurable else None
         # A block that was added here and is in no closed pack yet is encoded again, for its errors' sake.
         if known and self._catalog.locate(block) is not None:
-            depths = self._reader.read_with_depths(block, Kind.EXPERT, read, sample)
-            root_raw = base if depths.root is None else depths.root
-            coarse = coarse_sample(depths.sampled, root_raw, entry.dtype, base, base_dtype, sample)
-            return _Done(piece, raw, block, None, NO_BASE, measure, depths.errors, coarse)
+            with suppress(BlocksCollectedError):
+                return self._stored(piece, raw, block, measure, read, base_dtype)
         if entry.dtype is not base_dtype:
             return _Done(piece, raw, block, codecs.encode(raw, entry.dtype), NO_BASE, measure)
         root, root_raw = next(iter(read.items()))
         encoded = codecs.encode_tiered(raw, entry.dtype, root_raw, self._exact, sample)
         coarse = coarse_sample(encoded.sampled, root_raw, entry.dtype, base, base_dtype, sample)
         return _Done(piece, raw, block, encoded, root, measure, encoded.errors, coarse)
+
+    def _stored(
+        self,
+        piece: _Piece,
+        raw: bytes,
+        block: bytes,
+        measure: BlockMeasure | None,
+        read: dict[bytes, Buffer],
+        base_dtype: DType,
+    ) -> _Done:
+        """Return what is to be done with a block that is stored already: nothing but to learn its errors.
+
+        Raises:
+            BlocksCollectedError: when gc has taken it meanwhile.
+        """
+        assert piece.tensor is not None
+        assert piece.base is not None
+        base, dtype = read[piece.base], piece.tensor.entry.dtype
+        try:
+            depths = self._reader.read_with_depths(block, Kind.EXPERT, read, piece.sample)
+        except CorruptionError as error:
+            if self._catalog.locate(block) is None:
+                raise BlocksCollectedError(f"block {block.hex()} was collected while it was read") from error
+            raise
+        root = base if depths.root is None else depths.root
+        coarse = coarse_sample(depths.sampled, root, dtype, base, base_dtype, piece.sample)
+        return _Done(piece, raw, block, None, NO_BASE, measure, depths.errors, coarse)
 
     def _read(self, piece: _Piece) -> bytes:
         file = self._files[piece.file]

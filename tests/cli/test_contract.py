@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from builders import fine_tuned, random_model, recipe_text, tree, write_model
 from click.testing import CliRunner
@@ -323,4 +324,16 @@ def test_every_command_has_help_and_json() -> None:
         command = cli.get_command(None, name)  # type: ignore[arg-type]
         assert command is not None
         assert command.help
-        assert any("--json" in parameter.opts for parameter in command.params)
+        for one in command.commands.values() if isinstance(command, click.Group) else (command,):
+            assert one.help
+            assert any("--json" in parameter.opts for parameter in one.params)
+
+
+def test_a_recipe_is_checked(repo: Path, folder: Path) -> None:
+    value = run("-R", repo, "recipe", "check", folder / "recipe.yml", "--json").value
+    assert value.keys() >= {"method", "base", "models", "dtype", "groups"}
+    tensors = run("-R", repo, "show", value["base"], "--json").value["tensors"]
+    names = {tensor["name"] for tensor in tensors if "F" in tensor["dtype"]}
+    assert {name for group in value["groups"] for name in group["tensors"]} == names
+    assert all(len(group["experts"]) == len(value["models"]) == 2 for group in value["groups"])
+    assert "weight" in run("-R", repo, "recipe", "check", folder / "recipe.yml").out
