@@ -343,7 +343,7 @@ class Store:
 
     def _sweep_temporary(self) -> None:
         """Remove what dead processes left half-written."""
-        files = list((self.path / "tmp").iterdir())
+        files = [file for file in (self.path / "tmp").iterdir() if file.is_file()]
         if not files:
             return
         with self.catalog.read() as txn:
