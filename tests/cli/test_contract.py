@@ -105,6 +105,16 @@ def merged(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def test_a_recipe_is_checked(repo: Path, folder: Path) -> None:
+    value = run("-R", repo, "recipe", "check", folder / "recipe.yml", "--json").value
+    assert value.keys() >= {"method", "base", "models", "dtype", "groups"}
+    tensors = run("-R", repo, "show", value["base"], "--json").value["tensors"]
+    names = {tensor["name"] for tensor in tensors if "F" in tensor["dtype"]}
+    assert {name for group in value["groups"] for name in group["tensors"]} == names
+    assert all(len(group["experts"]) == len(value["models"]) == 2 for group in value["groups"])
+    assert "weight" in run("-R", repo, "recipe", "check", folder / "recipe.yml").out
+
+
 def test_plan_explain_and_merge(repo: Path, folder: Path) -> None:
     plan = merged(run("-R", repo, "plan", folder / "recipe.yml", "--budget", "10%", "--json").value)
     explained = merged(run("-R", repo, "explain", folder / "recipe.yml", "--budget", "10%", "--json").value)
@@ -327,13 +337,3 @@ def test_every_command_has_help_and_json() -> None:
         for one in command.commands.values() if isinstance(command, click.Group) else (command,):
             assert one.help
             assert any("--json" in parameter.opts for parameter in one.params)
-
-
-def test_a_recipe_is_checked(repo: Path, folder: Path) -> None:
-    value = run("-R", repo, "recipe", "check", folder / "recipe.yml", "--json").value
-    assert value.keys() >= {"method", "base", "models", "dtype", "groups"}
-    tensors = run("-R", repo, "show", value["base"], "--json").value["tensors"]
-    names = {tensor["name"] for tensor in tensors if "F" in tensor["dtype"]}
-    assert {name for group in value["groups"] for name in group["tensors"]} == names
-    assert all(len(group["experts"]) == len(value["models"]) == 2 for group in value["groups"])
-    assert "weight" in run("-R", repo, "recipe", "check", folder / "recipe.yml").out
