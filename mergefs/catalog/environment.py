@@ -40,9 +40,15 @@ class Environment:
                 # Readers enter themselves in the lock file; who may not write to it reads without.
                 self._env = self._opened(sync, lock=False)
             self._env.reader_check()
-            self._tables = {name: self._env.open_db(name.encode(), create=not readonly) for name in tables}
+            self._tables = {name: self._table(name) for name in tables}
         except lmdb.Error as error:
             raise MergefsError(f"the catalog at {path} cannot be opened: {error}") from error
+
+    def _table(self, name: str) -> Any:
+        try:
+            return self._env.open_db(name.encode(), create=not self.readonly)
+        except lmdb.NotFoundError:
+            return None  # written before there was this table, and open for reading only: it is empty
 
     def _opened(self, sync: bool, *, lock: bool) -> Any:
         return lmdb.open(
@@ -142,7 +148,8 @@ class Transaction:
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """Return the value of `key`, or None."""
-        value = self._txn.get(key, db=self._tables[table])
+        found = self._tables[table]
+        value = None if found is None else self._txn.get(key, db=found)
         return None if value is None else bytes(value)
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
@@ -155,11 +162,15 @@ class Transaction:
 
     def count(self, table: str) -> int:
         """Return the number of keys."""
-        return int(self._txn.stat(self._tables[table])["entries"])
+        found = self._tables[table]
+        return 0 if found is None else int(self._txn.stat(found)["entries"])
 
     def items(self, table: str, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Yield the pairs whose key begins with `prefix`, in the order of their keys."""
-        with self._txn.cursor(db=self._tables[table]) as cursor:
+        found = self._tables[table]
+        if found is None:
+            return
+        with self._txn.cursor(db=found) as cursor:
             if not cursor.set_range(prefix):
                 return
             for key, value in cursor:

@@ -19,6 +19,7 @@ from numcodecs import zstd
 from numpy.typing import NDArray
 
 from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
+from mergefs.catalog import tables
 from mergefs.catalog.tables import Location
 from mergefs.dtypes import DTYPES
 from mergefs.errors import CorruptionError
@@ -438,3 +439,16 @@ def _first_block(repository: Repository, name: str, tensor: str) -> bytes:
 
 def _tiers(repository: Repository, name: str, tensor: str) -> tuple[Location, ...]:
     return repository.catalog.tiers(_first_block(repository, name, tensor))
+
+
+def test_a_repository_from_before_a_table_opens_for_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = tuple(table for table in tables.TABLES if table != "products")
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "TABLES", older)
+        Repository.init(tmp_path / "older").close()
+    with Repository.open(tmp_path / "older", readonly=True) as opened, opened.catalog.read() as txn:
+        assert txn.get("products", bytes(112)) is None
+        assert list(txn.items("products")) == []
+        assert txn.count("products") == 0
+    with Repository.open(tmp_path / "older") as opened:
+        opened.catalog.write(lambda txn: txn.put("products", bytes(112), bytes(8)))
