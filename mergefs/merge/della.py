@@ -83,16 +83,11 @@ class Della(Method):
         return elect(inputs, inputs.numbers.weights, ())
 
 
-class DellaLinear(Method):
+class DellaLinear(Della):
     """The pruned deltas are added up; see `Della`."""
 
     name = "della_linear"
     parameters: ClassVar = {**PARAMETERS, "normalize": OFF}
-    is_random = True
-
-    def check(self, numbers: Numbers, shape: tuple[int, ...], block_elements: int) -> None:
-        """See `Method.check`."""
-        check_rows(numbers, shape, block_elements)
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""

@@ -96,6 +96,4 @@ def stored_block(plan: Plan, experts: tuple[Manifest, ...], tensor: Tensor, numb
 
 def base_scale(plan: Plan, planned: TensorPlan) -> float:
     """Return the factor of the base's elements in a tensor's result, where that is a sum; else 1."""
-    if planned.factors:
-        return planned.factors[0]
-    return registry.method(plan.method).base_scale(plan.numbers_of(planned))
+    return registry.method(plan.method).base_scale(plan.numbers_of(planned), planned)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from mergefs.blocks.reader import ReadCounter
 from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
@@ -18,6 +21,22 @@ from mergefs.recipe import Recipe
 from mergefs.store import Store, check_ref_name
 
 _ATTEMPTS = 3
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _again(work: Callable[P, T]) -> Callable[P, T]:
+    """Make a function begin once more where gc took a block that it was going to use."""
+
+    @wraps(work)
+    def repeated(*args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(BlocksCollectedError):
+                return work(*args, **kwargs)
+        return work(*args, **kwargs)
+
+    return repeated
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,7 @@ class RefineReport(MergeReport):
     reread_bytes: int
 
 
+@_again
 def merge(
     store: Store,
     recipe: Recipe,
@@ -66,15 +86,17 @@ def merge(
         CorruptionError: when a block that is needed is missing or damaged.
     """
     check_ref_name(name)
-    for attempt in range(_ATTEMPTS):
-        try:
-            return _merge(store, recipe, name, aim, seed, lazy, threads, max_memory, lookup, progress)
-        except BlocksCollectedError:
-            if attempt == _ATTEMPTS - 1:
-                raise
-    raise AssertionError
+    began = time.monotonic()
+    models = find_models(store, recipe, lookup)
+    with store.lease("merge", models.all) as lease:
+        counter = ReadCounter()
+        planned = make_plan(store, recipe, models, aim, seed=seed, counter=counter)
+        run = Run(store, planned.plan, lease, counter, threads, max_memory)
+        figures = Figures.of(planned, name, began, {})
+        return run.lazy(figures) if lazy else run.eager(figures, progress)
 
 
+@_again
 def merge_planned(
     store: Store,
     text: str,
@@ -109,6 +131,7 @@ def merge_planned(
         return run.lazy(figures) if lazy else run.eager(figures, progress)
 
 
+@_again
 def materialize(
     store: Store,
     name: str,
@@ -151,6 +174,7 @@ def materialize(
             ) from error
 
 
+@_again
 def refine(
     store: Store,
     name: str,
@@ -201,25 +225,3 @@ def refine(
         report = run.eager(figures, progress, earlier)
         again = planned.reread_bytes(before, lambda tensor, number: earlier.block(planned.plan, tensor, number) is None)
         return RefineReport(**vars(report), refines=identity, reread_bytes=again)
-
-
-def _merge(
-    store: Store,
-    recipe: Recipe,
-    name: str,
-    aim: Aim,
-    seed: int,
-    lazy: bool,
-    threads: int | None,
-    max_memory: int,
-    lookup: Callable[[str], str] | None,
-    progress: Progress | None,
-) -> MergeReport:
-    began = time.monotonic()
-    models = find_models(store, recipe, lookup)
-    with store.lease("merge", models.all) as lease:
-        counter = ReadCounter()
-        planned = make_plan(store, recipe, models, aim, seed=seed, counter=counter)
-        run = Run(store, planned.plan, lease, counter, threads, max_memory)
-        figures = Figures.of(planned, name, began, {})
-        return run.lazy(figures) if lazy else run.eager(figures, progress)

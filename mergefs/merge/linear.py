@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mergefs.merge.method import BlockInputs, Method
 from mergefs.merge.parameters import INT8_MASK, OF_DELTAS, OFF, ON, WEIGHT
-from mergefs.planner.plan import Numbers
+from mergefs.planner.plan import Numbers, TensorPlan
 
 
 def combine(inputs: BlockInputs, base_scale: float, coefficients: tuple[float, ...]) -> NDArray[Any]:
@@ -40,18 +40,20 @@ class Linear(Method):
     needs_base = False
     decides = False
 
-    def base_scale(self, numbers: Numbers) -> float:
+    def base_scale(self, numbers: Numbers, tensor: TensorPlan) -> float:
         """See `Method.base_scale`."""
         return 1.0 if numbers.shared["normalize"] else sum(numbers.weights)
 
-    def coefficients(self, numbers: Numbers) -> tuple[float, ...]:
+    def coefficients(self, numbers: Numbers, tensor: TensorPlan) -> tuple[float, ...]:
         """See `Method.coefficients`: here they are known exactly."""
         divisor = sum(numbers.weights) if numbers.shared["normalize"] else 1.0
         return tuple(w / divisor for w in numbers.weights)
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
-        return combine(inputs, self.base_scale(inputs.numbers), self.coefficients(inputs.numbers))
+        return combine(
+            inputs, self.base_scale(inputs.numbers, inputs.tensor), self.coefficients(inputs.numbers, inputs.tensor)
+        )
 
 
 class TaskArithmetic(Method):
@@ -61,11 +63,11 @@ class TaskArithmetic(Method):
     parameters: ClassVar = {**OF_DELTAS, "normalize": OFF}
     decides = False
 
-    def coefficients(self, numbers: Numbers) -> tuple[float, ...]:
+    def coefficients(self, numbers: Numbers, tensor: TensorPlan) -> tuple[float, ...]:
         """See `Method.coefficients`: here they are known exactly."""
         scale = delta_scale(numbers)
         return tuple(w * scale for w in numbers.weights)
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
-        return combine(inputs, 1.0, self.coefficients(inputs.numbers))
+        return combine(inputs, 1.0, self.coefficients(inputs.numbers, inputs.tensor))

@@ -47,7 +47,6 @@ class Method(ABC):
         needs_base: whether a recipe has to name a `base_model`.
         is_random: whether the seed matters.
         trims: whether deltas are trimmed at thresholds that the plan holds; see `kept`.
-        spans: whether the result is a sum of whole models whose factors the plan holds; see `span.SpanMethod`.
         fewest, most: how many models it can merge, the base not counted where it has to be named.
         decides: whether anything but a sum of deltas with fixed factors comes out: elements are dropped or elected.
     """
@@ -58,7 +57,6 @@ class Method(ABC):
     is_random: ClassVar[bool] = False
     trims: ClassVar[bool] = False
     decides: ClassVar[bool] = True
-    spans: ClassVar[bool] = False
     fewest: ClassVar[int] = 1
     most: ClassVar[int] = 1 << 16
 
@@ -78,11 +76,12 @@ class Method(ABC):
         """Return which expert's tensor the result is as it stands; None where it has to be computed."""
         return None
 
-    def base_scale(self, numbers: Numbers) -> float:
-        """Return the factor of the base's elements: 1 unless the method is an unnormalised average."""
+    def base_scale(self, numbers: Numbers, tensor: TensorPlan) -> float:
+        """Return the factor of the base's elements in a tensor, of which the depths do not matter: 1 unless the method
+        is an unnormalised average."""
         return 1.0
 
-    def coefficients(self, numbers: Numbers) -> tuple[float, ...]:
+    def coefficients(self, numbers: Numbers, tensor: TensorPlan) -> tuple[float, ...]:
         """Return for each expert the factor by which its delta enters the result, as far as that is known
         beforehand; the planner weighs what it reads by it."""
         return tuple(w * float(numbers.shared.get("lambda", 1.0)) for w in numbers.weights)

@@ -234,8 +234,9 @@ class Run:
                         for model in (self._experts[expert], self._base)
                     )
                     depth = planned.depth(expert, job.number)
-                    wanted += get_tiers(txn, block)[:depth]
-                    needed += sum(tier_bytes(txn, block, below)[:depth])
+                    tiers = get_tiers(txn, block)
+                    wanted += tiers[:depth]
+                    needed += sum(tier_bytes(txn, tiers, below)[:depth])
         left = self._counter.expert_left
         spare = None if left is None else left - needed
         joined = JoinedReads(store.backend, wanted, spare, longest=self._longest)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mergefs.merge.linear import combine
 from mergefs.merge.method import BlockInputs, Method
 from mergefs.merge.parameters import ParameterSpec
-from mergefs.planner.plan import Numbers
+from mergefs.planner.plan import Numbers, TensorPlan
 
 
 class Passthrough(Method):
@@ -26,17 +26,19 @@ class Passthrough(Method):
         """See `Method.taken`."""
         return 0 if numbers.each("scale")[0] == 1.0 else None
 
-    def base_scale(self, numbers: Numbers) -> float:
+    def base_scale(self, numbers: Numbers, tensor: TensorPlan) -> float:
         """See `Method.base_scale`."""
         return numbers.each("scale")[0]
 
-    def coefficients(self, numbers: Numbers) -> tuple[float, ...]:
+    def coefficients(self, numbers: Numbers, tensor: TensorPlan) -> tuple[float, ...]:
         """See `Method.coefficients`: here they are known exactly."""
         return numbers.each("scale")
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
-        return combine(inputs, self.base_scale(inputs.numbers), self.coefficients(inputs.numbers))
+        return combine(
+            inputs, self.base_scale(inputs.numbers, inputs.tensor), self.coefficients(inputs.numbers, inputs.tensor)
+        )
 
 
 class NearSwap(Method):

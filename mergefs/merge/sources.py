@@ -71,25 +71,8 @@ class Sources:
 
         Raises:
             BudgetExceededError: when the plan's budget is used up: the plan is wrong.
-            CorruptionError: see `BlockReader.read` and `BlockReader.read_coarse`; it names the expert, the tensor and
-                the block.
+            CorruptionError: see `BlockReader.read` and `BlockReader.read_coarse`.
         """
-        try:
-            return self._delta(expert, tensor, number, depth, base, values, out)
-        except CorruptionError as error:
-            name = self.plan.experts[expert][:12]
-            raise CorruptionError(f"expert {name}, tensor '{tensor}', block {number}: {error}") from error
-
-    def _delta(
-        self,
-        expert: int,
-        tensor: str,
-        number: int,
-        depth: int,
-        base: BaseBlock,
-        values: NDArray[Any],
-        out: NDArray[Any] | None,
-    ) -> NDArray[Any]:
         found = self.experts[expert].tensor_by_name[tensor]
         block = _block_id(found, number)
         if depth == EXACT:
@@ -140,13 +123,21 @@ class DeltaIterator:
         return len(self.experts)
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
-        """Yield expert minus base, [n] of the base values' dtype, for each of `experts`."""
+        """Yield expert minus base, [n] of the base values' dtype, for each of `experts`.
+
+        Raises:
+            CorruptionError: see `Sources.expert_delta`; it names the expert, the tensor and the block.
+        """
+        sources, name = self._sources, self._tensor.name
         for row, expert in enumerate(self.experts):
             out = None if self._out is None else self._out[row]
             depth = self._tensor.depth(expert, self._number)
-            yield self._sources.expert_delta(
-                expert, self._tensor.name, self._number, depth, self._base, self._values, out
-            )
+            try:
+                delta = sources.expert_delta(expert, name, self._number, depth, self._base, self._values, out)
+            except CorruptionError as error:
+                whose = sources.plan.experts[expert][:12]
+                raise CorruptionError(f"expert {whose}, tensor '{name}', block {self._number}: {error}") from error
+            yield delta
 
 
 def wants_double(sources: Sources, tensor: Tensor, experts: tuple[int, ...]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mergefs.errors import RecipeError
 from mergefs.merge.linear import combine
 from mergefs.merge.method import BlockInputs, Method
-from mergefs.planner.plan import Numbers
+from mergefs.planner.plan import Numbers, TensorPlan
 
 Vector = NDArray[np.float64]
 """float64[1 + K]: coordinates of b and the deltas."""
@@ -67,7 +67,6 @@ class Span:
 class SpanMethod(Method):
     """A method of this kind."""
 
-    spans: ClassVar[bool] = True
     decides = False
 
     @abstractmethod
@@ -84,6 +83,14 @@ class SpanMethod(Method):
         if not np.isfinite(found).all():
             raise RecipeError(f"{self.name} has no finite result: a tensor has elements that are not finite")
         return tuple(float(x) for x in found)
+
+    def base_scale(self, numbers: Numbers, tensor: TensorPlan) -> float:
+        """See `Method.base_scale`."""
+        return tensor.factors[0]
+
+    def coefficients(self, numbers: Numbers, tensor: TensorPlan) -> tuple[float, ...]:
+        """See `Method.coefficients`: here they are known exactly."""
+        return tensor.factors[1:]
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""

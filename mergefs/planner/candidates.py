@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.catalog.tables import Catalog
+from mergefs.catalog.tables import Catalog, get_tiers
 from mergefs.manifest import Manifest, Tensor
 from mergefs.planner.measured import Measurer
 from mergefs.planner.plan import EXACT, Numbers
@@ -180,6 +180,6 @@ def _located(catalog: Catalog, tensor: Tensor, twin: Tensor) -> NDArray[Any]:
             assert below is not None
             assert block is not None
             if below != block or tensor.dtype is not twin.dtype:
-                sizes = tier_bytes(txn, bytes.fromhex(block), bytes.fromhex(below))
+                sizes = tier_bytes(txn, get_tiers(txn, bytes.fromhex(block)), bytes.fromhex(below))
                 rows["bytes"][number, : len(sizes)] = sizes
     return rows

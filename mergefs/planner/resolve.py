@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from mergefs.blocks.reader import Kind, ReadCounter
 from mergefs.errors import BudgetError, RecipeError
 from mergefs.manifest import Manifest, Tensor
-from mergefs.merge.derive import base_scale
 from mergefs.merge.method import Method
 from mergefs.merge.span import Span, SpanMethod
 from mergefs.planner.aim import Aim
@@ -165,7 +164,8 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
     tensors = tuple(
         replace(drafts[tensor.name], depths=digits[tensor.name])
         for tensor in found.tensors
-        if any(mine.strip("0") for mine in digits[tensor.name]) or base_scale(draft, drafts[tensor.name]) != 1.0
+        if any(mine.strip("0") for mine in digits[tensor.name])
+        or recipe.method.base_scale(numbers[tensor.name], drafts[tensor.name]) != 1.0
     )
     everything = bool((depth == found.tiers).all())
     plan = replace(draft, budget=None if everything else limit, tensors=tensors)
@@ -191,7 +191,7 @@ def _assess(
         simulation = Simulation(draft, recipe.method, tensors, measured, store.block_elements, weights)
     coefficients = np.array(
         [
-            planned.factors[1:] or recipe.method.coefficients(draft.numbers_of(planned))
+            recipe.method.coefficients(draft.numbers_of(planned), planned)
             for planned in (drafts[tensor.name] for tensor in found.tensors)
         ]
     )

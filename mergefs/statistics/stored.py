@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mergefs.catalog.environment import Transaction
-from mergefs.catalog.tables import get_location, get_tiers
+from mergefs.catalog.tables import Location, get_location, get_tiers
 from mergefs.manifest import Manifest, Tensor
 from mergefs.statistics.tensor import TensorStatistics, statistics_key
 
@@ -21,7 +21,7 @@ def with_stored_bytes(txn: Transaction, statistics: TensorStatistics, tensor: Te
     found = {}
     for number, (block, below) in enumerate(zip(tensor.blocks, twin.blocks, strict=True)):
         if block is not None and below is not None and (block != below or tensor.dtype is not twin.dtype):
-            found[number] = tier_bytes(txn, bytes.fromhex(block), bytes.fromhex(below))
+            found[number] = tier_bytes(txn, get_tiers(txn, bytes.fromhex(block)), bytes.fromhex(below))
     return statistics.with_bytes(found)
 
 
@@ -37,14 +37,18 @@ def refresh_stored_bytes(txn: Transaction, expert: Manifest, base: Manifest) -> 
                 txn.put("statistics", key, fresh.encode())
 
 
-def tier_bytes(txn: Transaction, block: bytes, below: bytes) -> tuple[int, ...]:
+def tier_bytes(txn: Transaction, tiers: tuple[Location, ...], below: bytes) -> tuple[int, ...]:
     """Return what reading each tier of an expert's block takes, when the base's block `below` has been read.
 
     Where the block is encoded against a block that is not read for the base's sake, that one comes with its first tier.
+
+    Args:
+        txn: sees the blocks.
+        tiers: where those of the block lie; none for one that is missing, which who reads it will say.
+        below: the id of the base's block (32 bytes).
     """
-    tiers = get_tiers(txn, block)
     if not tiers:
-        return ()  # missing: who reads it will say so
+        return ()
     lengths = [location.record.length for location in tiers]
     root = get_location(txn, tiers[0].record.base)
     if root is not None and root.record.block != below:
