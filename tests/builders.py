@@ -38,6 +38,8 @@ FLOATS = ("F8_E5M2", "F8_E4M3", "F16", "BF16", "F32", "F64")
 FINEST_BLOCK = 4096
 """The smallest block size of a repository: 2048 elements."""
 
+EXPERTS = ("expert-lr1e-5", "expert-lr2e-5", "expert-lr1e-4")
+
 
 @dataclass(frozen=True)
 class Array:

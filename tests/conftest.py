@@ -7,11 +7,11 @@ from pathlib import Path
 
 import builders
 import pytest
+from builders import EXPERTS
 
 from mergefs.repository import Repository
 
 SLICES = Path(__file__).parent / "data" / "minilm-slice"
-EXPERTS = ("expert-lr1e-5", "expert-lr2e-5", "expert-lr1e-4")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import (
+    EXPERTS,
     FINEST_BLOCK,
     FLOATS,
     NUMPY,
@@ -26,7 +27,6 @@ from builders import (
     unpack,
     write_model,
 )
-from conftest import EXPERTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from builders import (
+    EXPERTS,
     FINEST_BLOCK,
     array,
     fine_tuned,
@@ -23,7 +24,6 @@ from builders import (
     tree,
     write_model,
 )
-from conftest import EXPERTS
 
 from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
 from mergefs.errors import BudgetError, BudgetExceededError, NotFoundError, RecipeError, UserError

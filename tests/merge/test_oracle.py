@@ -11,8 +11,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import FLOATS, Array, Tensors, fine_tuned, load_model, random_model, recipe_text, tensors_of, write_model
-from conftest import EXPERTS
+from builders import (
+    EXPERTS,
+    FLOATS,
+    Array,
+    Tensors,
+    fine_tuned,
+    load_model,
+    random_model,
+    recipe_text,
+    tensors_of,
+    write_model,
+)
 from numpy.typing import NDArray
 
 from mergefs.merge import kernels
