@@ -1,4 +1,4 @@
-"""The models of a recipe: which they are, and whether they fit each other."""
+"""The models of a recipe: which they are, and whether they can be merged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ class Models:
         experts: in the recipe's order.
         baseless: there is no base, so that deltas are taken from the first expert, whose bytes then count as an
             expert's.
+        found: base and experts as the recipe names them, where these are fitted ones; else ().
+        notes: sentences about what was fitted, for whoever plans with them.
     """
 
     base: str
     experts: tuple[str, ...]
     baseless: bool
+    found: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def all(self) -> set[str]:
@@ -58,31 +62,14 @@ def find_models(store: Store, recipe: Recipe, lookup: Callable[[str], str] | Non
     return Models(experts[0], experts, True)
 
 
-def check_fit(base: Manifest, base_name: str, expert: Manifest, name: str) -> None:
-    """Check that an expert has the base's tensors, in the same shapes.
+def check_mergeable(base: Manifest, base_name: str, expert: Manifest, name: str) -> None:
+    """Check that two models can be read block by block beside each other.
 
     Raises:
-        RecipeError: when not, naming the tensor and both shapes.
+        RecipeError: when not.
     """
     if expert.is_lazy or base.is_lazy:
         lazy = name if expert.is_lazy else base_name
         raise RecipeError(f"'{lazy}' is a lazy merge: 'mergefs materialize {lazy}' makes it usable in a recipe")
     if base.block_elements != expert.block_elements:
         raise RecipeError(f"'{base_name}' and '{name}' were ingested with different block sizes")
-    for tensor in base.tensors:
-        twin = expert.tensor_by_name.get(tensor.name)
-        if twin is None:
-            raise RecipeError(f"tensor '{tensor.name}' is in '{base_name}' and not in '{name}': they cannot be merged")
-        if twin.shape != tensor.shape:
-            raise RecipeError(
-                f"tensor '{tensor.name}' has shape {list(tensor.shape)} in '{base_name}' and"
-                f" {list(twin.shape)} in '{name}': they cannot be merged"
-            )
-        if twin.dtype.is_float is not tensor.dtype.is_float:
-            raise RecipeError(
-                f"tensor '{tensor.name}' is {tensor.dtype.name} in '{base_name}' and {twin.dtype.name} in '{name}':"
-                " they cannot be merged"
-            )
-    for extra in expert.tensors:
-        if extra.name not in base.tensor_by_name:
-            raise RecipeError(f"tensor '{extra.name}' is in '{name}' and not in '{base_name}': they cannot be merged")

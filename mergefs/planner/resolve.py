@@ -22,7 +22,7 @@ from mergefs.planner.frontier import Frontier
 from mergefs.planner.importance import block_weights
 from mergefs.planner.layers import layer_count, position
 from mergefs.planner.measured import Measurer
-from mergefs.planner.models import Models, check_fit
+from mergefs.planner.models import Models
 from mergefs.planner.plan import Numbers, Plan, TensorPlan
 from mergefs.planner.quality import Quality, assess
 from mergefs.planner.simulation import Simulation
@@ -45,6 +45,7 @@ class Planned:
         depth: int64 for each: the depth to which it is read.
         quality: how much error is left at each depth; None where there was nothing to choose.
         frontier: the steps that were chosen from; None likewise.
+        notes: sentences about what was fitted so that these models can be merged.
     """
 
     plan: Plan
@@ -57,6 +58,7 @@ class Planned:
     depth: NDArray[np.int64]
     quality: Quality | None
     frontier: Frontier | None
+    notes: tuple[str, ...] = ()
 
     @property
     def expert_bytes(self) -> int:
@@ -99,7 +101,7 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
     Args:
         store: the repository.
         recipe: what is asked for.
-        models: its models (see `find_models`), under a lease of the caller's.
+        models: its models (see `find_models`), fitted to each other (see `fit_models`), under a lease of the caller's.
         aim: what may be read, or how much error may be left.
         seed: of random methods, and of the planner `hash`.
         counter: where metadata, and expert bytes read for statistics that are not known yet, are counted; its
@@ -113,8 +115,6 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
     manifests = {identity: store.manifest(identity) for identity in models.all}
     counter.add(Kind.METADATA, sum(len(m.encoded) for m in manifests.values()))
     base, experts = manifests[models.base], tuple(manifests[e] for e in models.experts)
-    for name, expert in zip(recipe.models, experts, strict=True):
-        check_fit(base, recipe.base_model or models.base[:12], expert, name)
     raw = sum(expert.tensor_bytes for expert in experts)
     limit = None if aim.budget is None else parse_budget(aim.budget, raw)
     different, which = numbers_of_tensors(recipe, base)
@@ -124,7 +124,14 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
     found = find_candidates(store.catalog, base, experts, numbers, measured)
     weights = block_weights(found.tensors, store.block_elements, aim.importance)
     reference = base_cost(store.catalog, base) if models.baseless else 0
-    spare = None if limit is None else limit - reference - int(found.full_cost.sum())
+    # Fitting the models may have read some of the experts.
+    spent = counter.totals.expert
+    room = None if limit is None else limit - spent
+    if room is not None and room < 0:
+        raise BudgetError(
+            f"fitting the models to each other took {spent} expert bytes, more than the budget of {limit}"
+        )
+    spare = None if room is None else room - reference - int(found.full_cost.sum())
     chooses = bool(aim.max_error) or (spare is not None and spare < 0)
     if limit is not None:
         counter.limit_expert(limit)
@@ -156,9 +163,10 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
         for e, name in found.unknown:
             measured.statistics(e, name)
         quality = _assess(store, recipe, draft, found, measured, drafts, weights)
-        frontier = make_frontier(found, quality, aim, limit, seed)
-        budgeted = partial(make_frontier, found, quality, replace(aim, max_error=None), limit, seed)
-        depth, limit = choose(found, quality, frontier, aim, limit, budgeted)
+        frontier = make_frontier(found, quality, aim, room, seed)
+        budgeted = partial(make_frontier, found, quality, replace(aim, max_error=None), room, seed)
+        depth, room = choose(found, quality, frontier, aim, room, budgeted)
+        limit = room + spent
         counter.limit_expert(limit)
     digits = found.digits(depth)
     tensors = tuple(
@@ -169,7 +177,7 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
     )
     everything = bool((depth == found.tiers).all())
     plan = replace(draft, budget=None if everything else limit, tensors=tensors)
-    return Planned(plan, base, experts, raw, limit, reference, found, depth, quality, frontier)
+    return Planned(plan, base, experts, raw, limit, reference, found, depth, quality, frontier, models.notes)
 
 
 def _assess(
@@ -225,6 +233,7 @@ def _draft(recipe: Recipe, models: Models, seed: int, numbers: tuple[Numbers, ..
         None,
         (),
         recipe.text,
+        models.found,
     )
 
 
