@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from mergefs.errors import BlocksCollectedError, CheckpointError, CorruptionErro
 from mergefs.hashing import Buffer, digest
 from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData, safe_path
 from mergefs.pipeline import available_cores, ordered
+from mergefs.planner.fitting import prepare
 from mergefs.statistics.measure import BlockMeasure, Collector, coarse_sample, measure_block, unchanged_block
 from mergefs.statistics.sample import positions
 from mergefs.statistics.stored import with_stored_bytes
@@ -95,11 +96,13 @@ class _Target:
 
     Attributes:
         entry: its entry in the safetensors header.
-        base_dtype: the base's dtype of the tensor of the same name and shape, or None.
+        base_dtype: the base's dtype of the tensor of the same name, which may have another number of rows, or None.
+        is_measured: whether the shapes are the same, so that there are statistics of the difference.
     """
 
     entry: TensorEntry
     base_dtype: DType | None
+    is_measured: bool
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,10 @@ def _ingest(
                 progress(done_bytes, total)
         writer.flush()
         manifest = gathered.manifest(store.block_elements)
-        return _publish(store, manifest, name, gathered, base_id, total, writer, began)
+        report = _publish(store, manifest, name, gathered, base_id, total, writer, began)
+        if base is not None:
+            prepare(store, base, manifest, lease)
+        return replace(report, seconds=time.monotonic() - began)
 
 
 def _publish(
@@ -260,12 +266,14 @@ def _pieces(checkpoint: Checkpoint, base: Manifest | None, block_elements: int) 
 
 def _tensor_pieces(file: int, entry: TensorEntry, base: Manifest | None, block_elements: int) -> Iterator[_Piece]:
     twin = base.tensor_by_name.get(entry.name) if base else None
-    if twin is not None and twin.shape != entry.shape:
+    if twin is not None and (len(twin.shape), twin.shape[1:]) != (len(entry.shape), entry.shape[1:]):
         twin = None
-    target = _Target(entry, twin.dtype if twin else None)
+    target = _Target(entry, twin.dtype if twin else None, twin is not None and twin.shape == entry.shape)
     width = entry.dtype.itemsize
+    # Of a tensor with another number of rows, the blocks at the same places: rows that both have are compared.
+    extents = list(twin.grid(block_elements).elements()) if twin else []
     for number, (first, stop) in enumerate(grid(entry.shape, block_elements).elements()):
-        block = twin.blocks[number] if twin else None
+        block = twin.blocks[number] if twin and extents[number : number + 1] == [(first, stop)] else None
         yield _Piece(
             file,
             entry.start + first * width,
@@ -299,10 +307,11 @@ class _Worker:
             encoded = None if self._writer.known(block) else codecs.encode(raw, entry.dtype)
             return _Done(piece, raw, block, encoded, NO_BASE, None)
         if block == piece.base and entry.dtype is base_dtype:
-            same = unchanged_block(piece.size // entry.dtype.itemsize, piece.sample) if entry.dtype.is_float else None
+            is_measured = entry.dtype.is_float and piece.tensor.is_measured
+            same = unchanged_block(piece.size // entry.dtype.itemsize, piece.sample) if is_measured else None
             return _Done(piece, raw, block, None, NO_BASE, same)
         known = self._writer.known(block)
-        measurable = entry.dtype.is_float and base_dtype.is_float
+        measurable = entry.dtype.is_float and base_dtype.is_float and piece.tensor.is_measured
         if known and not measurable:
             return _Done(piece, raw, block, None, NO_BASE, None)
         read = self._reader.read_with_root(piece.base, Kind.BASE)

@@ -19,6 +19,7 @@ from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import RecipeError
 from mergefs.hashing import digest
 from mergefs.manifest import Blob, Lineage, Manifest, Tensor
+from mergefs.planner.measured import Measurer
 from mergefs.planner.models import Models, check_mergeable
 from mergefs.planner.relaid import relaid
 from mergefs.planner.vocabulary import embedding, has_rows_of_vocabulary, head, ties
@@ -52,9 +53,9 @@ def fit_models(
     for name, expert in zip(recipe.models, experts, strict=True):
         check_mergeable(base, base_name, expert, name)
         _check_kinship(base, base_name, expert, name)
-    if all(_same_tensors(base, expert) for expert in experts):
-        return models
     with Fitter(store, lease, counter) as fitter:
+        if all(_same_tensors(base, expert) for expert in experts) and not fitter.redundant_head(base):
+            return models
         target, notes = fitter.base(base, base_name, list(zip(recipe.models, experts, strict=True)))
         fitted = []
         for name, expert in zip(recipe.models, experts, strict=True):
@@ -63,7 +64,7 @@ def fit_models(
             notes += more
         if strict and notes:
             raise RecipeError(f"{notes[0]}; --strict-shapes refuses that: leave it out to merge them so")
-        fitter.keep(target, base, None)
+        fitter.keep(target, base)
         for found, expert in zip(fitted, experts, strict=True):
             fitter.keep(found, expert, (base, target))
     return replace(
@@ -73,6 +74,28 @@ def fit_models(
         found=(models.base, *models.experts),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def prepare(store: Store, base: Manifest, expert: Manifest, lease: Lease) -> None:
+    """Fit an expert that was just ingested to its base, and measure the tensors that only then can be compared, so that
+    merges under a budget need not read them. Does nothing for models that fit already, or cannot be merged.
+
+    The fitted model is kept as long as both are.
+    """
+    if _same_tensors(base, expert) or not _are_kin(base, expert):
+        return
+    with Fitter(store, lease, ReadCounter()) as fitter:
+        try:
+            target, _ = fitter.base(base, "", [("", expert)])
+            fitted, _ = fitter.expert(target, "", expert, "")
+        except RecipeError:
+            return
+        fitter.keep(target, base, because_of=(base, expert))
+        fitter.keep(fitted, expert, (base, target), because_of=(base, expert))
+    measured = Measurer(store, target.id, (fitted.id,), ReadCounter())
+    for tensor in fitted.tensors:
+        if tensor.dtype.is_float and tensor.blocks:
+            measured.statistics(0, tensor.name)
 
 
 @dataclass(frozen=True)
@@ -115,20 +138,35 @@ class Fitter:
         if self._writer is not None:
             self._writer.__exit__(*reason)  # type: ignore[arg-type]
 
-    def keep(self, fitted: Manifest, model: Manifest, bases: tuple[Manifest, Manifest] | None) -> None:
+    def keep(
+        self,
+        fitted: Manifest,
+        model: Manifest,
+        bases: tuple[Manifest, Manifest] | None = None,
+        because_of: tuple[Manifest, ...] = (),
+    ) -> None:
         """Store a fitted manifest, unless it is the model itself.
 
         Args:
             fitted: what was made.
             model: what it was made from.
             bases: an expert's base, and the fitted one: statistics that are known of the one pair are the other's too.
+            because_of: models for whose sake gc is to keep it.
         """
         if fitted.id == model.id and (bases is None or bases[0].id == bases[1].id):
             return
         if self._writer is not None:
             self._writer.flush()
         extra = () if bases is None else self._known_statistics(fitted, model, *bases)
-        self._store.keep(fitted, self._lease, {"raw_bytes": fitted.raw_bytes}, extra)
+        entry: dict[str, object] = {"raw_bytes": fitted.raw_bytes}
+        if because_of and fitted.id != model.id:
+            entry["kept_for"] = [model.id for model in because_of]
+        self._store.keep(fitted, self._lease, entry, extra)
+
+    def redundant_head(self, base: Manifest) -> Tensor | None:
+        """Return the copy of its embedding that a model has as a head though its config says that it ties them."""
+        own = head(base)
+        return own if own is not None and embedding(base) is not None and ties(base, self._read) else None
 
     def base(self, base: Manifest, name: str, experts: Sequence[tuple[str, Manifest]]) -> tuple[Manifest, list[str]]:
         """Return the base with the tensors of the result, and sentences about what was done.
@@ -138,11 +176,11 @@ class Fitter:
         """
         notes = []
         dropped: set[str] = set()
-        own_head = head(base)
         tied = ties(base, self._read)
-        if own_head is not None and tied and embedding(base) is not None:
-            dropped.add(own_head.name)
-            notes.append(f"'{name}' ties its head to its embedding: its copy '{own_head.name}' is left out")
+        copy = self.redundant_head(base)
+        if copy is not None:
+            dropped.add(copy.name)
+            notes.append(f"'{name}' ties its head to its embedding: its copy '{copy.name}' is left out")
         added: dict[str, Tensor] = {}
         for whose, expert in experts:
             for tensor in expert.tensors:
@@ -291,14 +329,19 @@ def _same_tensors(base: Manifest, expert: Manifest) -> bool:
     }
 
 
+def _are_kin(base: Manifest, expert: Manifest) -> bool:
+    """Tell whether two models have at least half of the base's tensors in common."""
+    return 2 * sum(tensor.name in expert.tensor_by_name for tensor in base.tensors) >= len(base.tensors)
+
+
 def _check_kinship(base: Manifest, base_name: str, expert: Manifest, name: str) -> None:
-    """Check that two models have at least half of the base's tensors in common: others are not of one architecture.
+    """Check that two models are of one architecture.
 
     Raises:
         RecipeError: when not.
     """
-    common = sum(tensor.name in expert.tensor_by_name for tensor in base.tensors)
-    if 2 * common < len(base.tensors):
+    if not _are_kin(base, expert):
+        common = sum(tensor.name in expert.tensor_by_name for tensor in base.tensors)
         raise RecipeError(
             f"'{name}' has {common} of the {len(base.tensors)} tensors of '{base_name}', the first that it lacks is"
             f" '{next(t.name for t in base.tensors if t.name not in expert.tensor_by_name)}': they cannot be merged"
