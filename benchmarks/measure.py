@@ -85,8 +85,8 @@ class Machine:
                 DROP_CACHES.write_text("3\n")
             except OSError:
                 self.cold = False
-        subprocess.run(programs, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        subprocess.run(["cp", "--version"], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(programs, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+            subprocess.run(["cp", "--version"], check=True, stdout=subprocess.DEVNULL)
 
     def describe(self) -> dict[str, Any]:
         """Return the machine's size and what else runs on it."""
