@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.journal import Journal, say
 from benchmarks.measure import MERGEFS, ROOT, Machine, run
-from benchmarks.recipes import Case
+from benchmarks.recipes import Case, case
 
 LISTED = ("expert_raw_bytes", "budget_bytes", "predicted_error", "read", "written_bytes", "stored_bytes", "blocks")
 """What is kept of the reports of mergefs."""
@@ -89,6 +93,38 @@ class Mergefs:
         return value
 
 
+def ingest_all(mergefs: Mergefs, journal: Journal, k: int) -> None:
+    """Take in the base and k experts, those that are not there yet."""
+    if "ingest base" not in journal:
+        shutil.rmtree(mergefs.repository, ignore_errors=True)
+        mergefs.make()
+    for name in ("base", *(f"expert-{i}" for i in range(k))):
+        if f"ingest {name}" not in journal:
+            journal.measure(f"ingest {name}", lambda name=name: mergefs.ingest(name))
+
+
+def compile_loops(methods: list[str], work: Path, journal: Journal | None = None) -> None:
+    """Compile what these methods need, so that no measured merge does.
+
+    With a journal, also measure the first `ties` merge after installation, when nothing is compiled yet.
+    """
+    say("Compiling what is not compiled yet ...")
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        here = Path(folder)
+        command = [sys.executable, "-m", "benchmarks.compile", folder, *methods]
+        subprocess.run(command, check=True, cwd=ROOT, env=environment())
+        if journal is None or "first use" in journal:
+            return
+        tiny = Mergefs(here / "repository", here / "models", here, Machine(work, cold=False))
+        asked = case("ties", 2)
+        tiny.merge(asked, "once")  # it is not compiled yet where only other methods are measured
+        tiny.discard("once", "merged")
+        warm = tiny.merge(asked, "warm")["seconds"]
+        tiny.discard("warm")
+        empty = {"NUMBA_CACHE_DIR": str(here / "compiled")}
+        journal.measure("first use", lambda: tiny.merge(asked, "first", variables=empty) | {"warm_seconds": warm})
+
+
 def reused(report: dict[str, Any]) -> int | None:
     """Return how many blocks a merge took from what is remembered; None where mergefs does not say."""
     blocks = report.get("blocks", {})
@@ -99,3 +135,10 @@ def environment() -> dict[str, str]:
     """Return the environment of a process that finds mergefs here and may keep compiled Python."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPATH": str(ROOT)}
+
+
+def commit() -> str:
+    """Return which mergefs is measured."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"

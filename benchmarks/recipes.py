@@ -24,15 +24,14 @@ class Case:
     Attributes:
         method: one of METHODS.
         k: number of experts; `slerp` has one.
-        change: what differs from the plain recipe: nothing, the `weight` of the first expert (of `slerp`: t), or the
-            same in one `layer` only.
-        changed_to: the other weight.
+        first: another weight of the first expert (of `slerp`: another t).
+        layer: the same in one layer only.
     """
 
     method: str
     k: int
-    change: str = ""
-    changed_to: float | None = None
+    first: float | None = None
+    layer: float | None = None
 
     @property
     def name(self) -> str:
@@ -44,9 +43,12 @@ class Case:
         """The experts' names."""
         return [f"expert-{i}" for i in range(self.k)]
 
-    def changed(self, change: str, to: float | None = None) -> Case:
-        """Return the merge with another weight."""
-        return replace(self, change=change, changed_to=to)
+    def changed(self, variant: str) -> Case:
+        """Return the merge with another `weight`, or with another in one `layer`; itself for other variants."""
+        if variant not in OTHER:
+            return self
+        other = OTHER[variant][self.method == "slerp"]
+        return replace(self, first=other) if variant == "weight" else replace(self, layer=other)
 
     def recipe(self, name: Callable[[str], str] = str) -> dict[str, Any]:
         """Return the recipe; `name` turns the models' names into what a tool knows them by."""
@@ -73,12 +75,8 @@ class Case:
         return file
 
     def _weight(self, plain: float) -> Any:
-        if not self.change:
-            return plain
-        of_model, of_slerp = OTHER[self.change]
-        other = of_slerp if self.method == "slerp" else of_model
-        other = other if self.changed_to is None else self.changed_to
-        return other if self.change == "weight" else [{"filter": LAYER, "value": other}, {"value": plain}]
+        everywhere = plain if self.first is None else self.first
+        return everywhere if self.layer is None else [{"filter": LAYER, "value": self.layer}, {"value": everywhere}]
 
 
 def weight(number: int) -> float:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,9 +23,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.journal import Journal, say
+from benchmarks.journal import Journal
 from benchmarks.measure import ROOT, Machine, StepFailedError, find_models, load, make_models
-from benchmarks.mergefs_runs import Mergefs, environment
+from benchmarks.mergefs_runs import Mergefs, commit, compile_loops, environment, ingest_all
 from benchmarks.mergekit_runs import VERSIONS, Mergekit
 from benchmarks.recipes import METHODS, Case, case
 from benchmarks.versus_report import (
@@ -77,35 +76,6 @@ class Comparison:
         self._models = models
         self._work = work
 
-    def ingest(self, k: int) -> None:
-        """Take in the base and k experts, those that are not there yet."""
-        if "ingest base" not in self._journal:
-            shutil.rmtree(self._mergefs.repository, ignore_errors=True)
-            self._mergefs.make()
-        for name in ("base", *(f"expert-{i}" for i in range(k))):
-            if f"ingest {name}" not in self._journal:
-                self._journal.measure(f"ingest {name}", lambda name=name: self._mergefs.ingest(name))
-
-    def compile(self, methods: list[str], first_use: bool) -> None:
-        """Compile what these methods need, so that no measured merge does; on the way, measure how long that takes."""
-        say("Compiling what is not compiled yet ...")
-        with tempfile.TemporaryDirectory(dir=self._work) as folder:
-            here = Path(folder)
-            command = [sys.executable, "-m", "benchmarks.compile", folder, *methods]
-            subprocess.run(command, check=True, cwd=ROOT, env=environment())
-            if not first_use or "first use" in self._journal:
-                return
-            tiny = Mergefs(here / "repository", here / "models", here, Machine(self._work, cold=False))
-            asked = case("ties", 2)
-            tiny.merge(asked, "once")  # where other methods are measured, this one is not compiled yet
-            tiny.discard("once", "merged")
-            warm = tiny.merge(asked, "warm")["seconds"]
-            tiny.discard("warm")
-            empty = {"NUMBA_CACHE_DIR": str(here / "compiled")}
-            self._journal.measure(
-                "first use", lambda: tiny.merge(asked, "first", variables=empty) | {"warm_seconds": warm}
-            )
-
     def mergefs(self, asked: Case, number: int, variants: list[str]) -> None:
         """Measure the variants of a merge by mergefs, the changed ones after the exact one that they change."""
         keys = {variant: f"mergefs {asked.name} {variant} #{number}" for variant in variants}
@@ -115,8 +85,7 @@ class Comparison:
             return
         self._mergefs.discard(*VARIANTS)
         for variant, key in keys.items():
-            recipe = asked.changed(variant) if variant in CHANGED else asked
-            self._journal.measure(key, lambda v=variant, r=recipe: self._mergefs.merge(r, v, *VARIANTS[v]))
+            self._journal.measure(key, lambda v=variant: self._mergefs.merge(asked.changed(v), v, *VARIANTS[v]))
         if judged and distance not in self._journal:
             results = [{"name": v, "repository": str(self._mergefs.repository.resolve()), "ref": v} for v in judged]
             self._journal.measure(distance, lambda: self._judge(asked, results))
@@ -159,13 +128,6 @@ class Comparison:
             raise StepFailedError(f"the oracle ended with {done.returncode}: {done.stderr.strip()}")
         value: dict[str, Any] = json.loads(done.stdout)
         return value
-
-
-def commit() -> str:
-    """Return which mergefs is measured."""
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 # --- the command line --------------------------------------------------------------------------------------
@@ -266,8 +228,8 @@ def measure(options: argparse.Namespace, work: Path) -> Session:
             mergekit = Mergekit(options.venv or work / "mergekit-environment", models, work, machine)
         mergefs = Mergefs(work / "repository", models, work, machine)
         comparison = Comparison(mergefs, mergekit, journal, mergekit_journal, models, work)
-        comparison.ingest(most)
-        comparison.compile([*options.methods, FIXED_METHOD], first_use=not options.pairs_only)
+        ingest_all(mergefs, journal, most)
+        compile_loops([*options.methods, FIXED_METHOD], work, None if options.pairs_only else journal)
         runs = options.repeat if options.mergekit_runs is None else options.mergekit_runs
         for number in range(options.repeat):
             for asked in cases:
