@@ -264,10 +264,10 @@ def main(given: list[str] | None = None) -> None:
             session = measure(options, work)
         except StepFailedError as error:
             raise SystemExit(str(error)) from error
-    if options.plot:
-        draw(session, options.plot)
     found = checks(session)
     print(json.dumps(session.as_json(found)) if options.json else "\n\n".join([*tables(session), told_checks(found)]))
+    if options.plot:
+        draw(session, options.plot)
     if options.check and not all(check.holds for check in found):
         raise SystemExit(1)
 

@@ -153,6 +153,9 @@ def _head(session: Session) -> Iterator[str]:
     common = session.of_mergefs
     versions = " and ".join(f"{name} {session.of_mergekit[name]}" for name in ("mergekit", "torch"))
     yield f"models of {common['shape']}; mergefs {common['mergefs']}; {versions}"
+    loads = [value["load"] for value in (*session.mergefs.values(), *session.mergekit.values()) if "load" in value]
+    if loads:
+        yield f"load when the steps began: {min(loads)} to {max(loads)}, median {median(loads)}"
     if session.mergekit_file:
         times = [value["time"] for value in session.mergekit.values()]
         when = f", measured {min(times)} to {max(times)}" if times else ""
@@ -385,7 +388,8 @@ def draw(session: Session, file: Path) -> None:
             points = {k: v[name] for k, v in of_method.items() if "seconds" in v.get(name, {})}
             style = {"color": color, "marker": marker, "markersize": 5, "linewidth": 1.5, "label": label}
             upper.plot(list(points), [v["seconds"] for v in points.values()], **style)
-            lower.plot(list(points), [io_bytes(v) / 1e9 for v in points.values()], **style)
+            if name != "lazy":  # its reading is still to come
+                lower.plot(list(points), [io_bytes(v) / 1e9 for v in points.values()], **style)
         upper.set_title(method)
         upper.set_yscale("log")
         lower.set_yscale("log")

@@ -37,6 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------------------------------------- whole programs
 
 
+@pytest.mark.slow
 def test_versus_mergekit_without_mergekit(models: Path, tmp_path: Path) -> None:
     common = ("benchmarks.versus_mergekit", "--shape", "tiny", "--models", models, "--work", tmp_path, "--json")
     asked = ("-k", "2", "--methods", "ties,dare_ties", "--variants", "exact,budget")
@@ -65,6 +66,7 @@ def test_versus_mergekit_without_mergekit(models: Path, tmp_path: Path) -> None:
     assert again.returncode == 1, "limits that were not measured do not hold"
 
 
+@pytest.mark.slow
 def test_paper_in_small(tmp_path: Path) -> None:
     options = ("--quick", "--shapes", "tiny", "-k", "2,3", "--methods", "ties", "--iterations", "2", "--warm", "--json")
     done = run("benchmarks.paper", *options, "--work", tmp_path)
