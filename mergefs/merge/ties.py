@@ -20,7 +20,8 @@ def elect(inputs: BlockInputs, weights: tuple[float, ...], thresholds: tuple[flo
 
     out = np.empty_like(inputs.base)
     settings = inputs.numbers.shared
-    kernels.elect(
+    loop = kernels.elect_singles if out.dtype == np.float32 else kernels.elect
+    loop(
         inputs.base,
         inputs.deltas,
         np.array([thresholds[e] if thresholds else 0.0 for e in inputs.experts], np.float64),
