@@ -120,7 +120,8 @@ def _looked_up(builder, magnitude, low, high, unit):
     i8, f8 = ir.VectorType(_I32, 8), ir.VectorType(_F32, 8)
 
     def shuffled(one, other, places):
-        return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_I32, len(places)), places))
+        mask = ir.Constant(ir.VectorType(_I32, len(places)), places)
+        return builder.shuffle_vector(one, other, mask)
 
     shifts = ir.Constant(i8, [0, 8, 16, 24] * 2)
     halves = shuffled(_splat(builder, low, i8), _splat(builder, high, i8), [0, 1, 2, 3, 12, 13, 14, 15])
@@ -128,11 +129,11 @@ def _looked_up(builder, magnitude, low, high, unit):
     table = builder.fmul(builder.sitofp(codes, f8), _splat(builder, unit, f8))
     function = ir.FunctionType(f8, [f8, i8])
     permute = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx2.permps")
-    parts = [
+    one, other = (
         builder.call(permute, [table, shuffled(magnitude, magnitude, list(range(first, first + 8)))])
         for first in (0, 8)
-    ]
-    return shuffled(*parts, list(range(16)))
+    )
+    return shuffled(one, other, list(range(16)))
 
 
 @_intrinsic
