@@ -2,8 +2,8 @@
 
     python -m benchmarks.oracle JOB     JOB: a JSON file; prints one JSON object
 
-JOB names the models' folder (`models`), the recipe (`method`, `k`), and the `results`: each a name with the `folder` of
-a checkpoint, or with a `repository` and a `ref`. For each result the squared norms are summed over the sampled tensors:
+JOB names the models' folder (`models`), the recipe (`method`, `k`), and the `result`: the `folder` of a checkpoint, or
+a `repository` and a `ref`. Squared norms are summed over the sampled tensors:
 
 - `error`: of the difference from the definition, relative to the norm of the definition's tensor,
 - `delta_error`: the same, relative to the norm of the definition's delta,
@@ -218,37 +218,33 @@ def reader(folder: Path, stack: ExitStack) -> tuple[list[str], Callable[[str], F
     return list(where), lambda name: np.asarray(where[name].get_tensor(name).double().numpy()).ravel()
 
 
-def judge(job: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the figures of every result."""
-    method, k, models = job["method"], job["k"], Path(job["models"])
-    found: dict[str, Callable[[str], Floats]] = {}
-    sums = {result["name"]: Sums() for result in job["results"]}
-    own_masks: dict[str, Callable[[str, int], list[Bools]]] = {}
+def judge(job: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of a result."""
+    method, k, models, result = job["method"], job["k"], Path(job["models"]), job["result"]
+    sums = Sums()
     random = np.random.default_rng(0)
     with ExitStack() as stack:
         names, read_base = reader(models / "base", stack)
         readers = [reader(models / f"expert-{i}", stack)[1] for i in range(k)]
-        for result in job["results"]:
-            if "folder" in result:
-                found[result["name"]] = reader(Path(result["folder"]), stack)[1]
-                continue
+        identities: list[str] = []
+        if "folder" in result:
+            _, read = reader(Path(result["folder"]), stack)
+        else:
             repository = stack.enter_context(Repository.open(Path(result["repository"])))
             view = stack.enter_context(repository.view(result["ref"]))
-            found[result["name"]] = lambda name, view=view: view.tensor(name).double().numpy().ravel()
-            ids = [repository.resolve(f"expert-{i}") for i in range(k)]
-            own_masks[result["name"]] = lambda name, count, ids=ids: [mask(i, name, count) for i in ids]
+            identities = [repository.resolve(f"expert-{i}") for i in range(k)]
+
+            def read(name: str) -> Floats:
+                return np.asarray(view.tensor(name).double().numpy()).ravel()
+
         for name in sampled(names):
-            base, experts = read_base(name), [read(name) for read in readers]
-            plain = None if method in RANDOM else define(method, base, experts)
-            for label, sum_ in sums.items():
-                values = found[label](name)
-                if plain is not None:
-                    sum_.compare(values, base, plain)
-                    continue
-                if label in own_masks:
-                    sum_.compare(values, base, define(method, base, experts, own_masks[label](name, base.size)))
-                sum_.compare_mean(values, base, experts, random)
-    return {label: sum_.told() for label, sum_ in sums.items()}
+            base, experts, found = read_base(name), [of(name) for of in readers], read(name)
+            if method not in RANDOM or identities:
+                masks = [mask(identity, name, base.size) for identity in identities] if method in RANDOM else ()
+                sums.compare(found, base, define(method, base, experts, masks))
+            if method in RANDOM:
+                sums.compare_mean(found, base, experts, random)
+    return sums.told()
 
 
 def main() -> None:

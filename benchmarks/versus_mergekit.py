@@ -47,6 +47,10 @@ VARIANTS = {
     "lazy": ("--lazy",),
 }
 CHANGED = ("weight", "layer")
+GROUPS = (("exact", *CHANGED), ("budget",), ("lazy",))
+"""Variants that find what is left of the ones before them; the others start with the base and experts alone."""
+JUDGED = ("exact", "budget")
+"""Variants whose distance from the definition is measured."""
 
 
 class Comparison:
@@ -77,19 +81,23 @@ class Comparison:
         self._work = work
 
     def mergefs(self, asked: Case, number: int, variants: list[str]) -> None:
-        """Measure the variants of a merge by mergefs, the changed ones after the exact one that they change."""
-        keys = {variant: f"mergefs {asked.name} {variant} #{number}" for variant in variants}
-        distance = f"mergefs {asked.name} distance"
-        judged = [v for v in ("exact", "budget") if v in variants]
-        if all(key in self._journal for key in keys.values()) and (not judged or distance in self._journal):
-            return
-        self._mergefs.discard(*VARIANTS)
-        for variant, key in keys.items():
-            self._journal.measure(key, lambda v=variant: self._mergefs.merge(asked.changed(v), v, *VARIANTS[v]))
-        if judged and distance not in self._journal:
-            results = [{"name": v, "repository": str(self._mergefs.repository.resolve()), "ref": v} for v in judged]
-            self._journal.measure(distance, lambda: self._judge(asked, results))
-        self._mergefs.discard(*VARIANTS)
+        """Measure the variants of a merge by mergefs; a group of them finds what the ones before it left, no more."""
+        measured = False
+        for group in GROUPS:
+            keys = {v: f"mergefs {asked.name} {v} #{number}" for v in group if v in variants}
+            distances = {v: f"mergefs {asked.name} distance {v}" for v in keys if v in JUDGED}
+            if all(key in self._journal for key in (*keys.values(), *distances.values())):
+                continue
+            measured = True
+            self._mergefs.discard(*VARIANTS)
+            for variant, key in keys.items():
+                self._journal.measure(key, lambda v=variant: self._mergefs.merge(asked.changed(v), v, *VARIANTS[v]))
+            for variant, key in distances.items():
+                if key not in self._journal:
+                    where = {"repository": str(self._mergefs.repository.resolve()), "ref": variant}
+                    self._journal.measure(key, lambda where=where: self._judge(asked, where))
+        if measured:
+            self._mergefs.discard(*VARIANTS)
 
     def mergekit(self, asked: Case, number: int) -> None:
         """Measure a merge by mergekit."""
@@ -98,8 +106,8 @@ class Comparison:
             return
         done = self._mergekit_journal.measure(key, lambda: self._mergekit.merge(asked) if self._mergekit else {})
         if distance not in self._mergekit_journal and "failed" not in done:
-            results = [{"name": "mergekit", "folder": str(self._mergekit.output.resolve())}]
-            self._mergekit_journal.measure(distance, lambda: self._judge(asked, results))
+            where = {"folder": str(self._mergekit.output.resolve())}
+            self._mergekit_journal.measure(distance, lambda: self._judge(asked, where))
         self._mergekit.discard()
 
     def fixed(self, counts: list[int]) -> None:
@@ -113,8 +121,8 @@ class Comparison:
                 )
                 self._mergefs.discard("fixed")
 
-    def _judge(self, asked: Case, results: list[dict[str, str]]) -> dict[str, Any]:
-        job = {"method": asked.method, "k": asked.k, "models": str(self._models), "results": results}
+    def _judge(self, asked: Case, where: dict[str, str]) -> dict[str, Any]:
+        job = {"method": asked.method, "k": asked.k, "models": str(self._models), "result": where}
         file = self._work / "oracle.json"
         file.write_text(json.dumps(job))
         done = subprocess.run(

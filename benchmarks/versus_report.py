@@ -62,9 +62,13 @@ class Session:
 
     def distance(self, of: Case, variant: str) -> Values:
         """Return how far a result is from the definition."""
-        if variant == MERGEKIT:
-            return self.mergekit.get(f"mergekit {of.name} distance", {}).get(MERGEKIT, {})
-        return self.mergefs.get(f"mergefs {of.name} distance", {}).get(variant, {})
+        key = f"{of.name} distance"
+        found = (
+            self.mergekit.get(f"mergekit {key}")
+            if variant == MERGEKIT
+            else self.mergefs.get(f"mergefs {key} {variant}")
+        )
+        return {name: value for name, value in (found or {}).items() if name not in ("time", "load")}
 
     def ingests(self, k: int) -> list[Values]:
         """Return the ingests of the base and k experts."""
