@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float, unsigned
 from mergefs.blocks.tiers.layout import COARSE_TIERS
-from mergefs.dtypes import DType
+from mergefs.dtypes import DTYPES, DType
 from mergefs.hashing import Buffer, Hasher
 from mergefs.statistics.sample import from_bfloat16, to_bfloat16
 from mergefs.statistics.tensor import (
@@ -102,6 +103,20 @@ def measure_block(
         sketch,
         inexact[:kept].copy(),
     )
+
+
+def measure_delta(delta: NDArray[Any], base: NDArray[Any], first: int, sample: NDArray[np.int64]) -> BlockMeasure:
+    """Measure a block's delta that is not the difference of two stored blocks.
+
+    Args:
+        delta, base: float32[n] or float64[n]: the delta, and the base's elements.
+        first, sample: see `measure_block`.
+    """
+    single = delta.astype(np.float32, copy=False)
+    found = measure_block(single.tobytes(), DTYPES["F32"], bytes(4 * single.size), DTYPES["F32"], first, sample)
+    with np.errstate(over="ignore", invalid="ignore"):
+        inner = float(single.astype(np.float64) @ base.astype(np.float64))
+    return replace(found, inner=inner if np.isfinite(inner) else 0.0, unchanged=0)
 
 
 def coarse_sample(
