@@ -12,7 +12,7 @@ from pathlib import Path
 from mergefs.blocks.pack import Record, pack_name
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import claims, end_dead, leases
-from mergefs.catalog.tables import Location, closure, locations, ref_entries
+from mergefs.catalog.tables import Location, closure, get_manifest, locations, ref_entries
 from mergefs.errors import CorruptionError
 from mergefs.hashing import is_hex_id
 from mergefs.rewriting import Rewrite, delete_objects
@@ -151,6 +151,15 @@ class _Collection:
         pending += [m for lease in leases(self._txn) if lease.alive for m in lease.manifests]
         live: set[str] = set()
         plans: set[str] = set()
+        self._reach(pending, live, plans)
+        # Fitted models last as long as those for whose sake they were made.
+        entries = {key.hex(): get_manifest(self._txn, key.hex()) or {} for key, _ in self._txn.items("manifests")}
+        kept = [m for m, entry in entries.items() if "kept_for" in entry and live.issuperset(entry["kept_for"])]
+        self._reach(kept, live, plans)
+        return live, plans
+
+    def _reach(self, pending: list[str], live: set[str], plans: set[str]) -> None:
+        """Add manifests and what they need to those that are live."""
         while pending:
             identity = pending.pop()
             if identity in live:
@@ -165,7 +174,6 @@ class _Collection:
                     *([manifest.lineage.base] if manifest.lineage.base else []),
                     *manifest.lineage.experts,
                 ]
-        return live, plans
 
     def _live_blocks(self, manifests: Iterable[str]) -> set[bytes]:
         wanted: set[bytes] = set()

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,12 @@ from mergefs.blocks.writer import BlockWriter
 from mergefs.checkpoint.directory import Checkpoint, CheckpointFile, open_checkpoint
 from mergefs.checkpoint.safetensors import TensorEntry
 from mergefs.dtypes import DTYPES, DType
-from mergefs.errors import BlocksCollectedError, CheckpointError, CorruptionError
+from mergefs.errors import BlocksCollectedError, CheckpointError, CorruptionError, UserError
 from mergefs.hashing import Buffer, digest
 from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData, safe_path
 from mergefs.pipeline import available_cores, ordered
+from mergefs.planner.adapters import check_delta
+from mergefs.planner.fitting import prepare, prepare_delta
 from mergefs.statistics.measure import BlockMeasure, Collector, coarse_sample, measure_block, unchanged_block
 from mergefs.statistics.sample import positions
 from mergefs.statistics.stored import with_stored_bytes
@@ -50,6 +52,7 @@ class IngestReport:
         stored_bytes: bytes added to the repository's packs and manifests.
         blocks_new, blocks_reused: different blocks (blobs included) that were added, or were there already.
         seconds: wall time.
+        kind: `model`, `adapter` or `delta`.
     """
 
     manifest: str
@@ -60,6 +63,7 @@ class IngestReport:
     blocks_new: int
     blocks_reused: int
     seconds: float
+    kind: str = "model"
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,13 @@ class _Target:
 
     Attributes:
         entry: its entry in the safetensors header.
-        base_dtype: the base's dtype of the tensor of the same name and shape, or None.
+        base_dtype: the base's dtype of the tensor of the same name, which may have another number of rows, or None.
+        is_measured: whether the shapes are the same, so that there are statistics of the difference.
     """
 
     entry: TensorEntry
     base_dtype: DType | None
+    is_measured: bool
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,7 @@ def ingest(
     name: str,
     *,
     base: str | None = None,
+    kind: str = "model",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> IngestReport:
@@ -139,7 +146,10 @@ def ingest(
         path: a Hugging Face directory or a safetensors file.
         name: the ref for it.
         base: the ref or id of the model that it was fine-tuned from: its blocks are stored as differences from
-            that model's, and statistics of the differences are kept for planning.
+            that model's, and statistics of the differences are kept for planning. An adapter is for any model, and has
+            no base here.
+        kind: `delta` for a checkpoint whose tensors are differences from the base's: it is stored as it is, and a
+            recipe that names it means the base with these added. What else it is, it says itself.
         threads: how many to work with; all cores by default.
         progress: told how far it is.
 
@@ -147,16 +157,24 @@ def ingest(
         CheckpointError: when the checkpoint is damaged or incomplete; the repository is then as before.
         NotFoundError: when the base does not exist.
         RefNameError: when the name is malformed.
+        UserError: when a delta has no base.
+        RecipeError: when it does not fit its base.
     """
     check_ref_name(name)
     base_id = None if base is None else store.resolve(base)
     checkpoint = open_checkpoint(path)
+    if kind == "delta":
+        if base_id is None:
+            raise UserError("a delta needs the model that it is to be added to: name it with --base")
+        _check_delta(store, checkpoint, base_id, name)
+    elif checkpoint.is_adapter:
+        kind, base_id = "adapter", None
     for file in checkpoint.files:
         if not safe_path(file.path):
             raise CheckpointError(f"{file.source}: the file name {file.path!r} cannot be stored; rename the file")
     for attempt in range(_ATTEMPTS):
         try:
-            return _ingest(store, checkpoint, name, base_id, threads or available_cores(), progress)
+            return _ingest(store, checkpoint, name, base_id, kind, threads or available_cores(), progress)
         except BlocksCollectedError:
             if attempt == _ATTEMPTS - 1:
                 raise
@@ -168,6 +186,7 @@ def _ingest(
     checkpoint: Checkpoint,
     name: str,
     base_id: str | None,
+    kind: str,
     threads: int,
     progress: Progress | None,
 ) -> IngestReport:
@@ -183,7 +202,7 @@ def _ingest(
         worker = _Worker(store, writer, checkpoint, descriptors)
         gathered = _Gathered(checkpoint)
         done_bytes = 0
-        pieces = _pieces(checkpoint, base, store.block_elements)
+        pieces = _pieces(checkpoint, None if kind == "delta" else base, store.block_elements)
         for done in ordered(worker, pieces, threads=threads, window=2 * threads + 2):
             _store_block(writer, done)
             gathered.add(done)
@@ -192,7 +211,12 @@ def _ingest(
                 progress(done_bytes, total)
         writer.flush()
         manifest = gathered.manifest(store.block_elements)
-        return _publish(store, manifest, name, gathered, base_id, total, writer, began)
+        report = _publish(store, manifest, name, gathered, base_id, kind, total, writer, began)
+        if base is not None and kind == "delta":
+            prepare_delta(store, base, manifest, name, lease)
+        elif base is not None:
+            prepare(store, base, manifest, lease)
+        return replace(report, seconds=time.monotonic() - began)
 
 
 def _publish(
@@ -201,6 +225,7 @@ def _publish(
     name: str,
     gathered: _Gathered,
     base_id: str | None,
+    kind: str,
     raw_bytes: int,
     writer: BlockWriter,
     began: float,
@@ -209,7 +234,7 @@ def _publish(
         known = txn.get("manifests", bytes.fromhex(manifest.id)) is not None
     stored = writer.stored_bytes + (0 if known else len(manifest.encoded))
     statistics: Publication = []
-    entry: dict[str, object] = {"raw_bytes": raw_bytes}
+    entry: dict[str, object] = {"raw_bytes": raw_bytes, "kind": kind}
     if base_id is not None and base_id != manifest.id:
         entry["base"] = base_id
         statistics = _statistics(store, manifest, base_id, gathered.collectors)
@@ -223,7 +248,23 @@ def _publish(
         writer.new_blocks,
         writer.reused_blocks,
         time.monotonic() - began,
+        kind,
     )
+
+
+def _check_delta(store: Store, checkpoint: Checkpoint, base_id: str, name: str) -> None:
+    """Check that a delta fits its base before anything is stored.
+
+    Raises:
+        UserError: when it is an adapter.
+        RecipeError: see `check_delta`.
+    """
+    if checkpoint.is_adapter:
+        raise UserError(
+            f"'{name}' is a LoRA adapter: leave --kind and --base out, and name it as BASE+{name} in recipes"
+        )
+    theirs = {tensor: Tensor(tensor, e.dtype, e.shape, ()) for tensor, (_, e) in checkpoint.tensors.items()}
+    check_delta(store.manifest(base_id), theirs, name)
 
 
 def _statistics(store: Store, manifest: Manifest, base_id: str, collectors: dict[str, Collector]) -> Publication:
@@ -260,12 +301,14 @@ def _pieces(checkpoint: Checkpoint, base: Manifest | None, block_elements: int) 
 
 def _tensor_pieces(file: int, entry: TensorEntry, base: Manifest | None, block_elements: int) -> Iterator[_Piece]:
     twin = base.tensor_by_name.get(entry.name) if base else None
-    if twin is not None and twin.shape != entry.shape:
+    if twin is not None and (len(twin.shape), twin.shape[1:]) != (len(entry.shape), entry.shape[1:]):
         twin = None
-    target = _Target(entry, twin.dtype if twin else None)
+    target = _Target(entry, twin.dtype if twin else None, twin is not None and twin.shape == entry.shape)
     width = entry.dtype.itemsize
+    # Of a tensor with another number of rows, the blocks at the same places: rows that both have are compared.
+    extents = list(twin.grid(block_elements).elements()) if twin else []
     for number, (first, stop) in enumerate(grid(entry.shape, block_elements).elements()):
-        block = twin.blocks[number] if twin else None
+        block = twin.blocks[number] if twin and extents[number : number + 1] == [(first, stop)] else None
         yield _Piece(
             file,
             entry.start + first * width,
@@ -299,10 +342,11 @@ class _Worker:
             encoded = None if self._writer.known(block) else codecs.encode(raw, entry.dtype)
             return _Done(piece, raw, block, encoded, NO_BASE, None)
         if block == piece.base and entry.dtype is base_dtype:
-            same = unchanged_block(piece.size // entry.dtype.itemsize, piece.sample) if entry.dtype.is_float else None
+            is_measured = entry.dtype.is_float and piece.tensor.is_measured
+            same = unchanged_block(piece.size // entry.dtype.itemsize, piece.sample) if is_measured else None
             return _Done(piece, raw, block, None, NO_BASE, same)
         known = self._writer.known(block)
-        measurable = entry.dtype.is_float and base_dtype.is_float
+        measurable = entry.dtype.is_float and base_dtype.is_float and piece.tensor.is_measured
         if known and not measurable:
             return _Done(piece, raw, block, None, NO_BASE, None)
         read = self._reader.read_with_root(piece.base, Kind.BASE)

@@ -76,10 +76,15 @@ def lineage(store: Store, name: str) -> dict[str, Any]:
         "time": entry.get("time"),
         "base": _named(store, origin.base or entry.get("base")),
     }
+    if origin.sources:
+        found["sources"] = [_named(store, source) for source in origin.sources]
     if origin.plan is None:
         return found
     found["plan"] = origin.plan
-    found["experts"] = [_named(store, expert) for expert in origin.experts]
+    # Who asks wants to hear of the models themselves, not of what they were fitted to.
+    models: tuple[str | None, ...] = origin.models or (origin.base, *origin.experts)
+    found["base"] = _named(store, models[0])
+    found["experts"] = [_named(store, expert) for expert in models[1:]]
     figures = entry.get("merge", {})
     found["budget_bytes"] = figures.get("budget_bytes")
     found["expert_raw_bytes"] = figures.get("expert_raw_bytes")

@@ -142,15 +142,20 @@ class Lineage:
     """Where a manifest came from.
 
     Attributes:
-        kind: `checkpoint` (ingested) or `merge`.
+        kind: `checkpoint` (ingested), `merge`, or `fitted`: a model under the names and shapes of others, made so that
+            they can be merged.
         plan, base, experts: the ids of a merge's plan, base manifest (None where it has none) and expert
             manifests.
+        models: the ids of a merge's models, the base first, where others were fitted from them; else ().
+        sources: the ids of the models that a fitted one was made from.
     """
 
     kind: str
     plan: str | None = None
     base: str | None = None
     experts: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,6 @@ def safe_path(path: str) -> bool:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    lineage = manifest.lineage
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -261,14 +265,21 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for file in manifest.files
         ],
         "tensors": [_tensor_json(tensor) for tensor in manifest.tensors],
-        "lineage": {"kind": lineage.kind}
-        if lineage.kind == "checkpoint"
-        else {
-            "kind": lineage.kind,
-            "plan": lineage.plan,
-            "base": lineage.base,
-            "experts": list(lineage.experts),
-        },
+        "lineage": _lineage_to_json(manifest.lineage),
+    }
+
+
+def _lineage_to_json(lineage: Lineage) -> dict[str, Any]:
+    if lineage.kind == "checkpoint":
+        return {"kind": lineage.kind}
+    if lineage.kind == "fitted":
+        return {"kind": lineage.kind, "sources": list(lineage.sources)}
+    return {
+        "kind": lineage.kind,
+        "plan": lineage.plan,
+        "base": lineage.base,
+        "experts": list(lineage.experts),
+        **({"models": list(lineage.models)} if lineage.models else {}),
     }
 
 
@@ -373,15 +384,22 @@ def _lineage(value: dict[str, Any]) -> Lineage:
     if value["kind"] == "checkpoint":
         _only(value, {"kind"})
         return Lineage("checkpoint")
-    _only(value, {"kind", "plan", "base", "experts"})
+    if value["kind"] == "fitted":
+        _only(value, {"kind", "sources"})
+        return Lineage("fitted", sources=tuple(_id(source) for source in _list(value["sources"])))
     if value["kind"] != "merge":
         raise ValueError(f"unknown kind {value['kind']!r}")
+    _only(value, {"kind", "plan", "base", "experts", *({"models"} & set(value))})
     base = value["base"]
+    models = tuple(_id(model) for model in _list(value.get("models", [])))
+    if "models" in value and not models:
+        raise ValueError("an empty list of models")
     return Lineage(
         "merge",
         _id(value["plan"]),
         None if base is None else _id(base),
         tuple(_id(expert) for expert in _list(value["experts"])),
+        models,
     )
 
 
@@ -410,7 +428,8 @@ def _check(manifest: Manifest) -> None:
                 size += tensors[segment.tensor].nbytes
         if size != file.size:
             raise ValueError(f"file {file.path!r} has {size} bytes of segments and claims {file.size}")
-    if sorted(used) != sorted(tensors):
+    # A fitted expert is read by merges only and has no files.
+    if sorted(used) != sorted(tensors) and (manifest.files or manifest.lineage.kind != "fitted"):
         raise ValueError("a tensor is in no file, or in two")
 
 
@@ -422,9 +441,8 @@ def _check_added(tensor: Tensor, added: LowRank | Difference) -> None:
     else:
         down, up = added.down.shape, added.up.shape
         fits = len(tensor.shape) == len(down) == len(up) == 2 and down[0] == up[1]
-        out, into = tensor.shape[::-1] if added.transposed else tensor.shape
-        # Of a tensor whose last rows are left out, the factor still has those.
-        fits = fits and into <= down[1] and out <= up[0]
+        # A tensor with another number of rows has the first of them in common with what is added.
+        fits = fits and tensor.shape[1] == (up[0] if added.transposed else down[1])
         fits = fits and (added.magnitude is None or added.magnitude.elements == up[0])
     if not fits:
         raise ValueError(f"what is added to tensor {tensor.name!r} has another shape")

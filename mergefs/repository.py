@@ -38,32 +38,39 @@ class Repository(Store):
         name: str,
         *,
         base: str | None = None,
+        kind: str = "model",
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> IngestReport:
         """Take in a checkpoint; see `mergefs.ingest.ingest`."""
         from mergefs.ingest import ingest
 
-        return ingest(self, path, name, base=base, threads=threads, progress=progress)
+        return ingest(self, path, name, base=base, kind=kind, threads=threads, progress=progress)
 
-    def plan(self, recipe: Recipe, *, seed: int = 0, save: bool = True, **aim: Any) -> Planned:
+    def plan(
+        self, recipe: Recipe, *, seed: int = 0, save: bool = True, strict_shapes: bool = False, **aim: Any
+    ) -> Planned:
         """Resolve a recipe without running it; see `mergefs.planner.resolve.make_plan`.
 
         Args:
             recipe: what is asked for.
             seed: of random methods.
             save: whether the plan is stored until the next gc.
+            strict_shapes: refuse models whose tensors' names and shapes are not the same.
             aim: `budget`, `max_error`, `planner`, `importance`; see `mergefs.planner.aim.Aim`.
         """
         from mergefs.blocks.reader import ReadCounter
         from mergefs.planner.aim import Aim
+        from mergefs.planner.fitting import fit_models
         from mergefs.planner.models import find_models
         from mergefs.planner.resolve import make_plan
         from mergefs.store import plan_name
 
         models = find_models(self, recipe)
-        with self.reading("plan", models.all):
-            planned = make_plan(self, recipe, models, Aim(**aim), seed=seed, counter=ReadCounter())
+        with self.reading("plan", models.all) as lease:
+            counter = ReadCounter()
+            models = fit_models(self, recipe, models, lease, counter, strict=strict_shapes)
+            planned = make_plan(self, recipe, models, Aim(**aim), seed=seed, counter=counter)
             if save:
                 self.backend.put(plan_name(planned.plan.id), planned.plan.encoded)
         return planned

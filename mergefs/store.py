@@ -225,6 +225,34 @@ class Store:
 
         return self.catalog.write(commit)
 
+    def keep(self, manifest: Manifest, lease: Lease | NoLease, entry: dict[str, Any], extra: Publication = ()) -> None:
+        """Make a manifest durable without a name, for as long as the lease lives or others need it.
+
+        Args:
+            manifest: all its blocks are stored, and protected by the lease.
+            lease: of the caller; protects it from now on.
+            entry, extra: see `publish`; what is in the catalog already stays as it is.
+
+        Raises:
+            UserError: when it is not here and the repository is open for reading only.
+        """
+        if isinstance(lease, NoLease):
+            if manifest.id not in self.manifest_ids():
+                raise UserError(f"{self.path} is open for reading only: fitting these models needs the right to write")
+            return
+
+        def commit(txn: Transaction) -> None:
+            self._put_all([(manifest_name(manifest.id), manifest.encoded)])
+            _check_whole(txn, manifest)
+            if get_manifest(txn, manifest.id) is None:
+                put_manifest(txn, manifest.id, entry)
+            for table, key, value in extra:
+                if txn.get(table, key) is None:
+                    txn.put(table, key, value)
+            lease.protect(txn, manifest.id)
+
+        self.catalog.write(commit)
+
     def read_object(self, name: str, identity: str, what: str) -> bytes:
         """Return a manifest's or plan's bytes, checked against its id.
 
@@ -277,6 +305,14 @@ class Store:
             if fits:
                 raise NotFoundError(f"'{name}' is the beginning of {len(fits)} manifests' ids: give more digits")
         raise NotFoundError(f"'{name}' is neither a ref nor a manifest of this repository: 'mergefs ls' shows them")
+
+    def has(self, name: str) -> bool:
+        """Tell whether a name can be resolved."""
+        try:
+            self.resolve(name)
+        except NotFoundError:
+            return False
+        return True
 
     def tag(self, name: str, target: str) -> str:
         """Point a ref at the manifest that `target` names and return the manifest's id.

@@ -99,14 +99,13 @@ class Grid:
 def grid(shape: Sequence[int], block_elements: int) -> Grid:
     """Cut a tensor of `shape` into blocks of at most `block_elements` elements.
 
-    The first axis whose slab (the elements behind one of its indices) fits is cut into runs of equal length,
-    the last one shorter; every axis before it is cut into single indices.
+    The first axis whose slab (the elements behind one of its indices) fits is cut into runs of as many indices as
+    fit, the last one shorter; every axis before it is cut into single indices. Where a run ends does not depend on how
+    long the axis is, so that tensors with another number of rows have the same blocks as far as they are the same.
     """
     dims = tuple(int(n) for n in shape)
     if not dims or 0 in dims:
         return Grid(dims, tuple(max(1, n) for n in dims), 0)
     axis = next(a for a in range(len(dims)) if prod(dims[a + 1 :]) <= block_elements)
-    largest = max(1, block_elements // prod(dims[axis + 1 :]))
-    runs = -(-dims[axis] // largest)
-    run = -(-dims[axis] // runs)
+    run = min(dims[axis], max(1, block_elements // prod(dims[axis + 1 :])))
     return Grid(dims, (1,) * axis + (run,) + dims[axis + 1 :], axis)

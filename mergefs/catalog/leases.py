@@ -97,6 +97,20 @@ class Lease:
                 txn.put("claims", key + block, b"")
         return missing
 
+    def protect(self, txn: Transaction, manifest: str) -> None:
+        """Claim one more manifest, which the same transaction enters or finds.
+
+        Raises:
+            BlocksCollectedError: see `claim`.
+        """
+        key = bytes.fromhex(self.id)
+        value = txn.get("leases", key)
+        if value is None:
+            raise BlocksCollectedError(f"lease {self.id} was ended by somebody else")
+        entry = json.loads(value)
+        entry["manifests"] = sorted({*entry["manifests"], manifest})
+        txn.put("leases", key, json.dumps(entry).encode())
+
     def release(self) -> None:
         """End the lease. Does nothing the second time."""
         with self._lock:

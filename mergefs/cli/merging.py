@@ -82,17 +82,23 @@ def aim_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_aim
 
 
+strict_option = click.option(
+    "--strict-shapes", is_flag=True, help="Refuse models whose tensors' names and shapes are not the same."
+)
+
+
 @click.command()
 @click.argument("recipe")
 @aim_options
 @seed_option
+@strict_option
 @json_option
 @click.pass_obj
-def plan(repo: str | None, recipe: str, aim: dict[str, Any], seed: int, as_json: bool) -> None:
+def plan(repo: str | None, recipe: str, aim: dict[str, Any], seed: int, strict_shapes: bool, as_json: bool) -> None:
     """Resolve RECIPE (mergekit YAML) into a plan and store it until the next gc."""
     began = time.monotonic()
     with repository(repo) as opened:
-        planned = opened.plan(Recipe.load(recipe), seed=seed, **aim)
+        planned = opened.plan(Recipe.load(recipe), seed=seed, strict_shapes=strict_shapes, **aim)
         value = _plan_value(planned, began, len(planned.plan.encoded))
     emit(value, as_json, lambda: _plan_text(planned))
 
@@ -129,6 +135,7 @@ def explain(repo: str | None, recipe: str, aim: dict[str, Any], seed: int, plot:
 @click.option("--plan", "planned", metavar="PLAN", help="Run this stored plan instead of a recipe.")
 @aim_options
 @seed_option
+@strict_option
 @click.option("--lazy", is_flag=True, help="Publish at once; blocks are derived when they are read.")
 @memory_option
 @click.option("--ingest", "may_ingest", is_flag=True, help="Ingest models that the recipe names as paths.")
@@ -145,6 +152,7 @@ def merge(
     planned: str | None,
     aim: dict[str, Any],
     seed: int,
+    strict_shapes: bool,
     lazy: bool,
     max_memory: str,
     may_ingest: bool,
@@ -159,7 +167,7 @@ def merge(
     work: dict[str, Any] = {"lazy": lazy, "threads": threads, "max_memory": parse_size(max_memory)}
     if (recipe is None) is (planned is None):
         raise UserError("give either a recipe or --plan")
-    if planned is not None and (seed or may_ingest or aim != _NO_AIM):
+    if planned is not None and (seed or may_ingest or strict_shapes or aim != _NO_AIM):
         raise UserError("a plan has its budget, seed and models already: leave the other options out")
     with repository(repo) as opened:
         if recipe is None:
@@ -168,9 +176,10 @@ def merge(
                 report = opened.merge_planned(planned, name, progress=tell, **work)
         else:
             parsed = Recipe.load(recipe)
+            work |= {"seed": seed, "strict_shapes": strict_shapes}
             lookup = _Ingesting(opened, parsed, threads) if may_ingest else None
             with progress("merging") as tell:
-                report = opened.merge(parsed, name, seed=seed, lookup=lookup, progress=tell, **work, **aim)
+                report = opened.merge(parsed, name, lookup=lookup, progress=tell, **work, **aim)
         error = None
         if wants_error:
             error = opened.measure_error(
@@ -243,7 +252,10 @@ class _Ingesting:
     def __call__(self, model: str) -> str:
         return self._found[model]
 
-    def _find(self, model: str, base: str | None) -> str:
+    def _find(self, name: str, base: str | None) -> str:
+        model, adapter = _parts(self._opened, name)
+        if adapter is not None:
+            self._find(adapter, None)
         if model not in self._found:
             try:
                 self._found[model] = self._opened.resolve(model)
@@ -253,12 +265,11 @@ class _Ingesting:
 
     def _check_paths(self, recipe: Recipe) -> None:
         """Open every checkpoint that would be ingested, so that a bad one is refused before anything is."""
-        for model in (*recipe.models, *([recipe.base_model] if recipe.base_model else [])):
-            try:
-                self._opened.resolve(model)
-            except NotFoundError:
+        named = (*recipe.models, *([recipe.base_model] if recipe.base_model else []))
+        for model in (part for name in named for part in _parts(self._opened, name) if part is not None):
+            if not self._opened.has(model):
                 if not Path(model).exists():
-                    raise NotFoundError(f"'{model}' is neither a model of this repository nor a path") from None
+                    raise NotFoundError(f"'{model}' is neither a model of this repository nor a path")
                 open_checkpoint(model)
 
     def _ingest(self, model: str, base: str | None) -> str:
@@ -277,6 +288,12 @@ class _Ingesting:
             unique = name
         click.echo(f"ingested {model} as {unique}", err=True)
         return report.manifest
+
+
+def _parts(opened: Repository, name: str) -> tuple[str, str | None]:
+    from mergefs.planner.models import model_and_adapter
+
+    return model_and_adapter(opened, name)
 
 
 def _plan_value(planned: Planned, began: float, written: int) -> dict[str, Any]:
@@ -308,10 +325,15 @@ def _plan_value(planned: Planned, began: float, written: int) -> dict[str, Any]:
             "read": int((planned.depth > 0).sum()),
         },
         "seconds": time.monotonic() - began,
+        "notes": planned.notes,
     }
 
 
 def _plan_text(planned: Planned) -> str:
+    return "\n".join((_read_text(planned), *planned.notes))
+
+
+def _read_text(planned: Planned) -> str:
     chosen, total = int((planned.depth > 0).sum()), len(planned.candidates)
     budget = "no budget" if planned.budget_bytes is None else f"budget {format_size(planned.budget_bytes)}"
     what = "everything" if planned.everything else f"{chosen} of {total} changed expert blocks"
@@ -379,4 +401,5 @@ def _merge_text(report: MergeReport) -> str:
         f" derived, {report.blocks.lazy} lazy; read {format_size(report.read.expert)} of experts ({share:.1%} of"
         f" {format_size(report.expert_raw_bytes)}) and {format_size(report.read.base)} of the base, wrote"
         f" {format_size(report.written_bytes)}, in {report.seconds:.1f} s{moved}"
+        + "".join(f"\n{n}" for n in report.notes)
     )

@@ -11,10 +11,12 @@ from typing import ParamSpec, TypeVar
 
 from mergefs.blocks.reader import ReadCounter
 from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
+from mergefs.merge.expert import FACTOR_SHARE, FactorCache
 from mergefs.merge.lazy import load_plan
 from mergefs.merge.run import DEFAULT_MEMORY, Earlier, Figures, MergeReport, Progress, Run
 from mergefs.planner.aim import Aim
 from mergefs.planner.check import check_plan
+from mergefs.planner.fitting import fit_models
 from mergefs.planner.models import Models, find_models
 from mergefs.planner.resolve import make_plan
 from mergefs.recipe import Recipe
@@ -48,8 +50,8 @@ class RefineReport(MergeReport):
         reread_bytes: how many of the expert bytes were read for the earlier result already.
     """
 
-    refines: str
-    reread_bytes: int
+    refines: str = ""
+    reread_bytes: int = 0
 
 
 @_again
@@ -64,6 +66,7 @@ def merge(
     threads: int | None = None,
     max_memory: int = DEFAULT_MEMORY,
     lookup: Callable[[str], str] | None = None,
+    strict_shapes: bool = False,
     progress: Progress | None = None,
 ) -> MergeReport:
     """Merge models into a new one.
@@ -78,11 +81,12 @@ def merge(
         threads: how many to work with; all cores by default.
         max_memory: bytes that the blocks under way may take.
         lookup: finds a model as the recipe names it; by default `Store.resolve`.
+        strict_shapes: refuse models whose tensors' names and shapes are not the same.
         progress: told the blocks done and the blocks in all.
 
     Raises:
-        RecipeError, BudgetError, NotFoundError, RefNameError: see `find_models` and `make_plan`; nothing has
-            changed then.
+        RecipeError, BudgetError, NotFoundError, RefNameError: see `find_models`, `fit_models` and `make_plan`; nothing
+            has changed then.
         CorruptionError: when a block that is needed is missing or damaged.
     """
     check_ref_name(name)
@@ -90,8 +94,10 @@ def merge(
     models = find_models(store, recipe, lookup)
     with store.lease("merge", models.all) as lease:
         counter = ReadCounter()
-        planned = make_plan(store, recipe, models, aim, seed=seed, counter=counter)
-        run = Run(store, planned.plan, lease, counter, threads, max_memory)
+        models = fit_models(store, recipe, models, lease, counter, strict=strict_shapes)
+        factors = FactorCache.of(map(store.manifest, models.experts), max_memory // FACTOR_SHARE)
+        planned = make_plan(store, recipe, models, aim, seed=seed, counter=counter, factors=factors)
+        run = Run(store, planned.plan, lease, counter, threads, max_memory, factors)
         figures = Figures.of(planned, name, began, {})
         return run.lazy(figures) if lazy else run.eager(figures, progress)
 

@@ -211,16 +211,16 @@ def block_id(tensor: Tensor, number: int) -> bytes:
 
 
 def multiply(product: _Product, scale: float, tensor: Tensor, number: int, block_elements: int) -> NDArray[np.float64]:
-    """Return scale left right for the elements of one block, float64[n]."""
+    """Return scale left right for the elements of one block, float64[n]; 0 in rows that the factors do not have."""
     from mergefs.merge import low_rank
 
     first, stop = tensor.grid(block_elements).extent(number)
     row, column = divmod(first, tensor.shape[1])
-    rows = (stop - first) // tensor.shape[1]
     # A block is a run of whole rows, or where a row is longer than that a part of one.
-    right = product.right[:, : tensor.shape[1]] if rows else product.right[:, column : column + stop - first]
-    out = np.empty((max(1, rows), right.shape[1]))
-    low_rank.multiply(product.left[row : row + max(1, rows)], right, scale, out)
+    rows, columns = max(1, (stop - first) // tensor.shape[1]), min(stop - first, tensor.shape[1])
+    left = product.left[row : row + rows]
+    out = np.zeros((rows, columns))
+    low_rank.multiply(left, product.right[:, column : column + columns], scale, out[: len(left)])
     return out.reshape(-1)
 
 
@@ -240,7 +240,8 @@ def _rescale(
         low_rank.rescale_columns(matrix, magnitude)
     else:
         row = first // tensor.shape[1]
-        low_rank.rescale_rows(matrix, magnitude[row : row + len(matrix)])
+        mine = magnitude[row : row + len(matrix)]
+        low_rank.rescale_rows(matrix[: len(mine)], mine)
 
 
 def _read(added: LowRank, reader: BlockReader) -> _Product:

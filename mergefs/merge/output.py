@@ -49,7 +49,8 @@ class Output:
         )
         by_name = {tensor.name: tensor for tensor in tensors}
         files = [self._file(file, by_name) for file in self._base.files if _is_carried(file)]
-        lineage = Lineage("merge", self._plan.id, self._plan.base, self._plan.experts)
+        plan = self._plan
+        lineage = Lineage("merge", plan.id, plan.base, plan.experts, plan.models)
         return Manifest(self._base.block_elements, tuple(files), tensors, lineage)
 
     def _file(self, file: FileRecipe, tensors: dict[str, Tensor]) -> FileRecipe:

@@ -67,6 +67,7 @@ class MergeReport:
         written_bytes: bytes added to the repository's packs and manifests.
         blocks: what became of the tensors' blocks.
         seconds: wall time, planning included.
+        notes: sentences about what was fitted so that the models could be merged.
     """
 
     plan: str
@@ -80,6 +81,7 @@ class MergeReport:
     written_bytes: int
     blocks: BlockCounts
     seconds: float
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Figures:
         began: when the work began, by the monotonic clock.
         budget_bytes, expert_raw_bytes, predicted_error: see `MergeReport`.
         entry: what else the catalog is to say of the result.
+        notes: see `MergeReport`.
     """
 
     name: str
@@ -99,11 +102,14 @@ class Figures:
     expert_raw_bytes: int
     predicted_error: float | None
     entry: dict[str, object]
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, planned: Planned, name: str, began: float, entry: dict[str, object]) -> Self:
         """From a plan that was just made."""
-        return cls(name, began, planned.budget_bytes, planned.expert_raw_bytes, planned.predicted_error, entry)
+        return cls(
+            name, began, planned.budget_bytes, planned.expert_raw_bytes, planned.predicted_error, entry, planned.notes
+        )
 
 
 @dataclass(frozen=True)
@@ -303,6 +309,7 @@ class Run:
             written,
             counts,
             time.monotonic() - figures.began,
+            figures.notes,
         )
         shown = {k: v for k, v in asdict(report).items() if k not in ("manifest", "ref", "previous")}
         entry: dict[str, object] = {"raw_bytes": manifest.raw_bytes}

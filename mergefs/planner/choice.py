@@ -97,8 +97,8 @@ def choose(
         reached = quality.predict(filled) or 0.0
         if reached > aim.max_error or not aim.max_error:
             raise BudgetError(
-                f"an error of {aim.max_error:g} takes {format_size(needed + reference)} ({needed + reference} bytes), more"
-                f" than the budget of {limit + reference} bytes, which allows an error of {reached:.3f}"
+                f"an error of {aim.max_error:g} takes {format_size(needed + reference)} ({needed + reference} bytes),"
+                f" more than the budget of {limit + reference} bytes, which allows an error of {reached:.3f}"
             )
         return filled, limit
     return depth, needed

@@ -176,7 +176,7 @@ class Measurer:
         return True
 
     def _is_factored(self, expert: int, name: str) -> bool:
-        """Tell whether a tensor is the base's and what an adapter adds: its factors are read whatever a plan chooses."""
+        """Tell whether a tensor is the base's and what an adapter adds, whose factors are read in any case."""
         tensor = self._store.manifest(self._experts[expert]).tensor_by_name[name]
         base = self._store.manifest(self._base).tensor_by_name[name]
         blocks = range(len(base.blocks))

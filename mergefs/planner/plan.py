@@ -95,6 +95,8 @@ class Plan:
         base: id of the manifest that deltas are taken from.
         experts: ids of the expert manifests, in the recipe's order.
         baseless: there is no base: deltas are taken from the first expert, which `base` then is.
+        models: ids of the models that base and experts were fitted from, in their order; () where they are the recipe's
+            own.
         numbers: the method's parameters, one set for all tensors that have the same.
         dtype: safetensors name of the output dtype of float tensors, or None for the base's.
         seed: of random methods; 0 for the others.
@@ -113,6 +115,7 @@ class Plan:
     budget: int | None
     tensors: tuple[TensorPlan, ...]
     recipe: str
+    models: tuple[str, ...] = ()
 
     @cached_property
     def encoded(self) -> bytes:
@@ -125,6 +128,7 @@ class Plan:
                 "base": self.base,
                 "experts": list(self.experts),
                 "baseless": self.baseless,
+                "models": list(self.models),
                 "numbers": [
                     {"experts": [_encoded(e) for e in numbers.experts], "shared": _encoded(numbers.shared)}
                     for numbers in self.numbers
@@ -191,6 +195,7 @@ def decode(data: bytes) -> Plan:
             value["budget"],
             tuple(_tensor(item) for item in value["tensors"]),
             value["recipe"],
+            tuple(value["models"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(f"a plan is malformed: {error!r}") from error

@@ -23,7 +23,7 @@ from mergefs.planner.frontier import Frontier
 from mergefs.planner.importance import block_weights
 from mergefs.planner.layers import layer_count, position
 from mergefs.planner.measured import Measurer
-from mergefs.planner.models import Models, check_fit
+from mergefs.planner.models import Models
 from mergefs.planner.plan import Numbers, Plan, TensorPlan
 from mergefs.planner.quality import Quality, assess
 from mergefs.planner.simulation import Simulation
@@ -41,12 +41,13 @@ class Planned:
         experts: its experts' manifests.
         expert_raw_bytes: what a naive merge would read: the tensor bytes of all experts.
         budget_bytes: the budget in bytes, or None; with an error to be kept to, what that takes.
-        reference_bytes: physical bytes that are read whatever is chosen: of the first expert where deltas are taken from
-            it, and of adapters.
+        reference_bytes: physical bytes that are read whatever is chosen: of the first expert where deltas are taken
+            from it, and of adapters.
         candidates: every changed expert block, and what it costs.
         depth: int64 for each: the depth to which it is read.
         quality: how much error is left at each depth; None where there was nothing to choose.
         frontier: the steps that were chosen from; None likewise.
+        notes: sentences about what was fitted so that these models can be merged.
     """
 
     plan: Plan
@@ -59,6 +60,7 @@ class Planned:
     depth: NDArray[np.int64]
     quality: Quality | None
     frontier: Frontier | None
+    notes: tuple[str, ...] = ()
 
     @property
     def expert_bytes(self) -> int:
@@ -110,7 +112,7 @@ def make_plan(
     Args:
         store: the repository.
         recipe: what is asked for.
-        models: its models (see `find_models`), under a lease of the caller's.
+        models: its models (see `find_models`), fitted to each other (see `fit_models`), under a lease of the caller's.
         aim: what may be read, or how much error may be left.
         seed: of random methods, and of the planner `hash`.
         counter: where metadata, and expert bytes read for statistics that are not known yet, are counted; its
@@ -125,8 +127,6 @@ def make_plan(
     manifests = {identity: store.manifest(identity) for identity in models.all}
     counter.add(Kind.METADATA, sum(len(m.encoded) for m in manifests.values()))
     base, experts = manifests[models.base], tuple(manifests[e] for e in models.experts)
-    for name, expert in zip(recipe.models, experts, strict=True):
-        check_fit(base, recipe.base_model or models.base[:12], expert, name)
     raw = sum(expert.tensor_bytes for expert in experts)
     limit = None if aim.budget is None else parse_budget(aim.budget, raw)
     different, which = numbers_of_tensors(recipe, base)
@@ -137,7 +137,14 @@ def make_plan(
     weights = block_weights(found.tensors, store.block_elements, aim.importance)
     reference = base_cost(store.catalog, base) if models.baseless else 0
     reference += factors_cost(store.catalog, experts, numbers)
-    spare = None if limit is None else limit - reference - int(found.full_cost.sum())
+    # Fitting the models may have read some of the experts.
+    spent = counter.totals.expert
+    room = None if limit is None else limit - spent
+    if room is not None and room < 0:
+        raise BudgetError(
+            f"fitting the models to each other took {spent} expert bytes, more than the budget of {limit}"
+        )
+    spare = None if room is None else room - reference - int(found.full_cost.sum())
     chooses = bool(aim.max_error) or (spare is not None and spare < 0)
     if limit is not None:
         counter.limit_expert(limit)
@@ -168,17 +175,17 @@ def make_plan(
             )
         for e, name in found.unknown:
             measured.statistics(e, name)
-        if limit is not None and limit < reference:
+        if room is not None and room < reference:
             raise BudgetError(
-                f"a budget of {limit} bytes is less than the {reference} bytes of the factors of its adapters, which are"
+                f"a budget of {room} bytes is less than the {reference} bytes of the factors of its adapters, which are"
                 " always read: give more than that"
             )
-        room = None if limit is None else limit - reference
+        room = None if room is None else room - reference
         quality = _assess(store, recipe, draft, found, measured, drafts, weights)
         frontier = make_frontier(found, quality, aim, room, seed)
         budgeted = partial(make_frontier, found, quality, replace(aim, max_error=None), room, seed)
-        depth, needed = choose(found, quality, frontier, aim, room, budgeted, reference)
-        limit = needed + reference
+        depth, room = choose(found, quality, frontier, aim, room, budgeted, reference + spent)
+        limit = room + reference + spent
         counter.limit_expert(limit)
     digits = found.digits(depth)
     tensors = tuple(
@@ -189,7 +196,7 @@ def make_plan(
     )
     everything = bool((depth == found.tiers).all())
     plan = replace(draft, budget=None if everything else limit, tensors=tensors)
-    return Planned(plan, base, experts, raw, limit, reference, found, depth, quality, frontier)
+    return Planned(plan, base, experts, raw, limit, reference, found, depth, quality, frontier, models.notes)
 
 
 def _assess(
@@ -245,6 +252,7 @@ def _draft(recipe: Recipe, models: Models, seed: int, numbers: tuple[Numbers, ..
         None,
         (),
         recipe.text,
+        models.found,
     )
 
 

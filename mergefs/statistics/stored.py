@@ -27,8 +27,9 @@ def with_stored_bytes(txn: Transaction, statistics: TensorStatistics, tensor: Te
 def block_bytes(txn: Transaction, tensor: Tensor, twin: Tensor, number: int) -> tuple[int, ...] | None:
     """Return what reading each tier of an expert's block takes; None where it is the base's.
 
-    What is added to a tensor makes it one tier. An adapter's factors are not in it: they are read for the tensor, not for
-    a block (see `factor_bytes`). Such a block counts at least one byte, as that tells it from one that is the base's.
+    What is added to a tensor makes it one tier. An adapter's factors are not in it: they are read for the tensor, not
+    for a block (see `factor_bytes`). Such a block counts at least one byte, as that tells it from one that is the
+    base's.
 
     Args:
         txn: a transaction that sees the blocks of both.
@@ -46,9 +47,8 @@ def block_bytes(txn: Transaction, tensor: Tensor, twin: Tensor, number: int) -> 
         case LowRank():
             return (max(1, sum(own)),)
         case Difference(difference):
-            added = tier_bytes(
-                txn, get_tiers(txn, bytes.fromhex(difference.blocks[number] or "")), bytes.fromhex(below)
-            )
+            tiers = get_tiers(txn, bytes.fromhex(difference.blocks[number] or ""))
+            added = tier_bytes(txn, tiers, bytes.fromhex(below))
             return (max(1, sum(own) + sum(added)),)
 
 

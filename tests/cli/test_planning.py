@@ -22,11 +22,11 @@ READ = {"expert", "base", "metadata"}
 BLOCKS = {"shared", "derived", "lazy"}
 MERGE = {
     *("plan", "manifest", "ref", "previous", "budget_bytes", "expert_raw_bytes", "predicted_error", "read"),
-    *("written_bytes", "blocks", "seconds"),
+    *("written_bytes", "blocks", "seconds", "notes"),
 }
 PLAN = {
     *("plan", "manifest", "ref", "method", "budget_bytes", "expert_raw_bytes", "read", "tier_bytes", "written_bytes"),
-    *("everything", "predicted_error", "curve", "blocks", "seconds"),
+    *("everything", "predicted_error", "curve", "blocks", "seconds", "notes"),
 }
 ROW = {"name", "blocks", "blocks_read", "bytes", "bytes_read", "tier_bytes", "error", "cancelled"}
 PNG = b"\x89PNG\r\n\x1a\n"

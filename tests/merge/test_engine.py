@@ -343,22 +343,17 @@ def test_linear_of_strangers(repository: Repository, tmp_path: Path) -> None:
 
 def test_models_that_do_not_fit(models: Repository, tmp_path: Path) -> None:
     base = random_model(1)
-    del base["scale"]
-    models.ingest(write_model(tmp_path / "less", base), "less")
+    models.ingest(write_model(tmp_path / "few", {"scale": base["scale"]}), "few")
     base["scale"] = array(np.ones(2), "BF16")
     models.ingest(write_model(tmp_path / "other", base), "other")
     base["scale"] = array(1, "I64")
     models.ingest(write_model(tmp_path / "integer", base), "integer")
-    base["scale"] = array(1, "BF16")
-    base["more"] = array(1, "BF16")
-    models.ingest(write_model(tmp_path / "more", base), "more")
     models.merge(recipe("linear", ["x", "y"]), "lazy", lazy=True)
     before = models.refs()
     for name, part in {
-        "less": "'scale' is in 'base' and not",
+        "few": "'few' has 1 of the 7 tensors of 'base'",
         "other": "'scale' has shape",
         "integer": "'scale' is BF16 in 'base' and I64",
-        "more": "'more' is in 'more' and not",
         "lazy": "is a lazy merge",
     }.items():
         with pytest.raises(RecipeError, match=part):
