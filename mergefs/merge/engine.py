@@ -222,8 +222,10 @@ def refine(
     models = Models(before.base, before.experts, before.baseless)
     with store.lease("refine", {identity, *models.all}) as lease:
         counter = ReadCounter()
-        planned = make_plan(store, recipe, models, replace(aim, floor=before), seed=before.seed, counter=counter)
-        run = Run(store, planned.plan, lease, counter, threads, max_memory)
+        factors = FactorCache.of(map(store.manifest, models.experts), max_memory // FACTOR_SHARE)
+        aim = replace(aim, floor=before)
+        planned = make_plan(store, recipe, models, aim, seed=before.seed, counter=counter, factors=factors)
+        run = Run(store, planned.plan, lease, counter, threads, max_memory, factors)
         figures = Figures.of(planned, target, began, {"refines": identity})
         if manifest.is_lazy:
             return RefineReport(**vars(run.lazy(figures)), refines=identity, reread_bytes=0)

@@ -26,7 +26,7 @@ from mergefs.merge.sources import Sources
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.plan import Plan, TensorPlan
 from mergefs.planner.resolve import Planned
-from mergefs.statistics.stored import block_bytes, factor_bytes, tier_bytes
+from mergefs.statistics.stored import block_bytes, factor_tiers, tier_bytes
 from mergefs.statistics.tensor import TIERS
 from mergefs.store import Store
 
@@ -248,10 +248,17 @@ class Run:
                     tiers = get_tiers(txn, block)
                     wanted += tiers[:depth]
                     needed += sum(tier_bytes(txn, tiers, below)[:depth])
-            needed += factor_bytes(txn, ((expert, plan.tensor_by_name) for expert in self._experts))
+            factors = factor_tiers(txn, ((expert, plan.tensor_by_name) for expert in self._experts))
+            needed += sum(sum(tier_bytes(txn, tiers, b"")) for tiers in factors)
         left = self._counter.expert_left
         spare = None if left is None else left - needed
-        joined = JoinedReads(store.backend, wanted, spare, longest=self._longest)
+        joined = JoinedReads(
+            store.backend,
+            wanted,
+            spare,
+            longest=self._longest,
+            apart={location.pack for tiers in factors for location in tiers},
+        )
         reader = BlockReader(store.catalog, store.backend, self._counter, joined)
         return Sources(plan, self._base, self._experts, reader, self._factors)
 

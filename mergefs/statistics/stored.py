@@ -53,7 +53,12 @@ def block_bytes(txn: Transaction, tensor: Tensor, twin: Tensor, number: int) -> 
 
 
 def factor_bytes(txn: Transaction, experts: Iterable[tuple[Manifest, Container[str]]]) -> int:
-    """Return what reading all factors of adapters takes, each once.
+    """Return what reading all factors of adapters takes; see `factor_tiers`."""
+    return sum(sum(tier_bytes(txn, tiers, b"")) for tiers in factor_tiers(txn, experts))
+
+
+def factor_tiers(txn: Transaction, experts: Iterable[tuple[Manifest, Container[str]]]) -> list[tuple[Location, ...]]:
+    """Return where the blocks of all factors of adapters lie, each as often as it is read once.
 
     Args:
         txn: sees their blocks.
@@ -64,12 +69,12 @@ def factor_bytes(txn: Transaction, experts: Iterable[tuple[Manifest, Container[s
         for tensor in expert.tensors:
             if isinstance(tensor.added, LowRank) and tensor.name in names:
                 found[tensor.added.key] = tensor.added
-    return sum(
-        sum(tier_bytes(txn, get_tiers(txn, bytes.fromhex(block or "")), b""))
+    return [
+        get_tiers(txn, bytes.fromhex(block or ""))
         for added in found.values()
         for part in added.tensors
         for block in part.blocks
-    )
+    ]
 
 
 def refresh_stored_bytes(txn: Transaction, expert: Manifest, base: Manifest) -> None:
