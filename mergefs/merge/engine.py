@@ -95,11 +95,17 @@ def merge(
     with store.lease("merge", models.all) as lease:
         counter = ReadCounter()
         models = fit_models(store, recipe, models, lease, counter, strict=strict_shapes)
-        factors = FactorCache.of(map(store.manifest, models.experts), max_memory // FACTOR_SHARE)
+        factors = _factors(store, models, max_memory)
         planned = make_plan(store, recipe, models, aim, seed=seed, counter=counter, factors=factors)
         run = Run(store, planned.plan, lease, counter, threads, max_memory, factors)
         figures = Figures.of(planned, name, began, {})
         return run.lazy(figures) if lazy else run.eager(figures, progress)
+
+
+def _factors(store: Store, models: Models, max_memory: int) -> FactorCache:
+    """Return what keeps what is read to make a plan until its run."""
+    experts = map(store.manifest, models.experts)
+    return FactorCache.of(store.manifest(models.base), experts, max_memory // FACTOR_SHARE)
 
 
 @_again
@@ -219,10 +225,10 @@ def refine(
         raise UserError(f"'{name}' is a checkpoint, not a merge: there is nothing to refine")
     before = load_plan(store, manifest.lineage.plan)
     recipe = Recipe.parse(before.recipe)
-    models = Models(before.base, before.experts, before.baseless)
+    models = Models(before.base, before.experts, before.baseless, before.models)
     with store.lease("refine", {identity, *models.all}) as lease:
         counter = ReadCounter()
-        factors = FactorCache.of(map(store.manifest, models.experts), max_memory // FACTOR_SHARE)
+        factors = _factors(store, models, max_memory)
         aim = replace(aim, floor=before)
         planned = make_plan(store, recipe, models, aim, seed=before.seed, counter=counter, factors=factors)
         run = Run(store, planned.plan, lease, counter, threads, max_memory, factors)

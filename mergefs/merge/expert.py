@@ -55,7 +55,8 @@ class _Product:
 
 
 class FactorCache:
-    """Keeps the factors of adapters that were read last, so that a run reads them once. Safe to use from many threads.
+    """Keeps the factors of adapters that were read last, and whole blocks that a plan had to measure, so that a run
+    reads them once. Safe to use from many threads.
 
     Args:
         limit: bytes that are kept.
@@ -64,19 +65,41 @@ class FactorCache:
     def __init__(self, limit: int = FACTOR_MEMORY) -> None:
         self.limit = limit
         self._kept: OrderedDict[object, _Product] = OrderedDict()
+        self._blocks: dict[bytes, Buffer] = {}
+        self._block_bytes = 0
         self._loading: dict[object, threading.Lock] = {}
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, experts: Iterable[Manifest], limit: int = FACTOR_MEMORY) -> FactorCache:
-        """Return one that is large enough for all experts' factors of one tensor, and of the next one."""
+    def of(cls, base: Manifest, experts: Iterable[Manifest], limit: int = FACTOR_MEMORY) -> FactorCache:
+        """Return one for some experts, of no bytes where nothing stands on them.
+
+        It is large enough for all experts' factors of one tensor, and of the next one.
+        """
         sizes: dict[str, int] = {}
+        others = 0
         for expert in experts:
-            for tensor in expert.tensors:
+            stands = any(tensor.added is not None for tensor in expert.tensors)
+            for tensor in expert.tensors if stands else ():
                 if isinstance(tensor.added, LowRank):
                     mine = sum(part.elements * max(4, part.dtype.itemsize) for part in tensor.added.tensors)
                     sizes[tensor.name] = sizes.get(tensor.name, 0) + mine
-        return cls(min(sum(sizes.values()), max(limit, 2 * max(sizes.values(), default=0))))
+                twin = base.tensor_by_name.get(tensor.name)
+                others += 0 if twin and tensor.blocks == twin.blocks else tensor.nbytes
+                others += tensor.added.tensor.nbytes if isinstance(tensor.added, Difference) else 0
+        return cls(min(sum(sizes.values()) + others, max(limit, 2 * max(sizes.values(), default=0))))
+
+    def block(self, block: bytes) -> Buffer | None:
+        """Return a block's bytes where they are kept."""
+        return self._blocks.get(block)
+
+    def keep(self, block: bytes, raw: Buffer) -> None:
+        """Keep a block's bytes where there is room."""
+        with self._lock:
+            taken = sum(product.nbytes for product in self._kept.values()) + self._block_bytes
+            if taken + len(raw) <= self.limit and block not in self._blocks:
+                self._blocks[block] = raw
+                self._block_bytes += len(raw)
 
     def get(self, added: LowRank, reader: BlockReader) -> _Product:
         """Return a tensor's factors, read where they are not kept."""
@@ -92,7 +115,7 @@ class FactorCache:
             found = _read(added, reader)
             with self._lock:
                 self._kept[key] = found
-                total = sum(product.nbytes for product in self._kept.values())
+                total = sum(product.nbytes for product in self._kept.values()) + self._block_bytes
                 while total > self.limit and len(self._kept) > 1:
                     total -= self._kept.popitem(last=False)[1].nbytes
             return found
@@ -104,13 +127,17 @@ class ExpertReader:
     Args:
         reader: of the repository; it counts.
         block_elements: of the repository (see `mergefs.blocks.geometry`).
-        factors: of adapters that have been read.
+        factors: what has been read.
+        keeps: whether blocks that are read exactly are to be kept there.
     """
 
-    def __init__(self, reader: BlockReader, block_elements: int, factors: FactorCache | None = None) -> None:
+    def __init__(
+        self, reader: BlockReader, block_elements: int, factors: FactorCache | None = None, *, keeps: bool = False
+    ) -> None:
         self._reader = reader
         self._block_elements = block_elements
-        self._factors = factors or FactorCache()
+        self._factors = factors or FactorCache(0)
+        self._keeps = keeps
 
     def delta(
         self,
@@ -140,7 +167,7 @@ class ExpertReader:
         if tensor.added is not None:
             found = self._with_added(tensor, tensor.added, base, number, below, values)
         elif depth == EXACT:
-            raw = self._reader.read(block, Kind.EXPERT, below.known)
+            raw = self._whole(block, below)
             exact: NDArray[Any] = np.subtract(to_float(raw, tensor.dtype), values, out=out, dtype=values.dtype)
             return exact
         else:
@@ -165,7 +192,7 @@ class ExpertReader:
         """Return the delta of a block to which something is added, in float64 or the values' dtype."""
         same = is_base_block(tensor, base, number)
         if isinstance(added, Difference):
-            raw = self._reader.read(block_id(added.tensor, number), Kind.EXPERT, below.known)
+            raw = self._whole(block_id(added.tensor, number), below)
             difference = to_float(raw, added.tensor.dtype)
             return difference if same else self._own(tensor, number, below) - values + difference
         product = self._factors.get(added, self._reader)
@@ -183,9 +210,16 @@ class ExpertReader:
         """Return the elements of a tensor's own block in float64."""
         block = block_id(tensor, number)
         raw = below.known.get(block)
+        return to_float(self._whole(block, below) if raw is None else raw, tensor.dtype).astype(np.float64)
+
+    def _whole(self, block: bytes, below: BaseBlock) -> Buffer:
+        """Read a block exactly, where it is not kept."""
+        raw = self._factors.block(block)
         if raw is None:
             raw = self._reader.read(block, Kind.EXPERT, below.known)
-        return to_float(raw, tensor.dtype).astype(np.float64)
+            if self._keeps:
+                self._factors.keep(block, raw)
+        return raw
 
 
 def is_base_block(tensor: Tensor, base: Tensor, number: int) -> bool:

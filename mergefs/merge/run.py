@@ -167,7 +167,7 @@ class Run:
         self._base = store.manifest(plan.base)
         self._reader = BlockReader(store.catalog, store.backend, counter)
         self._experts = tuple(store.manifest(expert) for expert in plan.experts)
-        self._factors = factors or FactorCache.of(self._experts, max_memory // FACTOR_SHARE)
+        self._factors = factors or FactorCache.of(self._base, self._experts, max_memory // FACTOR_SHARE)
         max_memory = max(max_memory // 2, max_memory - self._factors.limit)
         self._threads = _threads_within(max_memory, threads or available_cores(), len(self._experts), store)
         # Each expert has a run under way in each of its packs, and one more that is not used up.

@@ -37,7 +37,7 @@ class Sources:
         self.base = base
         self.experts = experts
         self._reader = reader
-        self._experts = ExpertReader(reader, base.block_elements, factors or FactorCache.of(experts))
+        self._experts = ExpertReader(reader, base.block_elements, factors or FactorCache.of(base, experts))
         self._base_kind = Kind.EXPERT if plan.baseless else Kind.BASE
 
     def base_block(self, tensor: Tensor, number: int) -> BaseBlock:

@@ -50,7 +50,8 @@ class Measurer:
         self._base = base
         self._experts = experts
         self._reader = BlockReader(store.catalog, store.backend, counter)
-        self._expert_reader = ExpertReader(self._reader, store.block_elements, factors)
+        self._expert_reader = ExpertReader(self._reader, store.block_elements, factors, keeps=True)
+        self._factors = factors
         self._spare: int | None = None
         self._cost: Callable[[int, str], int] = lambda expert, tensor: 0
         self._known: dict[str, dict[str, TensorStatistics]] = {}
@@ -235,4 +236,8 @@ class Measurer:
     def _pair(self, tensor: Tensor, twin: Tensor, number: int, sample: NDArray[np.int64]) -> tuple[Depths, Buffer]:
         """Return one block of an expert at all depths, and the bytes of its base."""
         below = self._below(twin, number)
-        return self._reader.read_with_depths(block_id(tensor, number), Kind.EXPERT, below.known, sample), below.raw
+        block = block_id(tensor, number)
+        depths = self._reader.read_with_depths(block, Kind.EXPERT, below.known, sample)
+        if self._factors is not None:
+            self._factors.keep(block, depths.raw)
+        return depths, below.raw
