@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peft.utils.other import get_pattern_key
 
 from mergefs.checkpoint.adapter import Adapted, AdapterConfig, Factors, adapt, read_config
 from mergefs.errors import CheckpointError
@@ -132,13 +133,7 @@ def test_tensors_that_match_nothing() -> None:
         ({f"base_model.model.{UP}.lora_B.weight": (12, 2)}, "has no A factor"),
         (pair(UP, 12, 8, rank=3), "says rank 2"),
         (pair(UP, 12, 9), "do not fit 'model.layers.0.mlp.up_proj.weight' of the model with shape [12, 8]"),
-        (
-            {
-                f"base_model.model.{UP}.lora_A.weight": (2, 8, 1, 1),
-                f"base_model.model.{UP}.lora_B.weight": (12, 2, 1, 1),
-            },
-            "as of a convolution",
-        ),
+        ({name: (*shape, 1, 1) for name, shape in pair(UP, 12, 8).items()}, "as of a convolution"),
         ({"base_model.model.lm_head.weight": (41, 8)}, "has shape [41, 8] and 'lm_head.weight' of the model [40, 8]"),
         (pair(UP, 12, 8) | pair(UP, 12, 8, form="lora_{}.default.weight"), "are the same"),
     ],
@@ -203,8 +198,6 @@ patterns = st.dictionaries(
 def test_scales_and_ranks_are_those_of_peft(
     module: str, ranks: dict[str, int], alphas: dict[str, int], rank: int, alpha: float, rslora: bool
 ) -> None:
-    from peft.utils.other import get_pattern_key
-
     found = config(r=rank, lora_alpha=alpha, rank_pattern=ranks, alpha_pattern=alphas, use_rslora=rslora)
     r = ranks.get(get_pattern_key(ranks, module), rank)
     a = alphas.get(get_pattern_key(alphas, module), alpha)
