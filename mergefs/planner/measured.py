@@ -16,7 +16,14 @@ from mergefs.manifest import LowRank, Tensor
 from mergefs.merge.expert import BaseBlock, ExpertReader, FactorCache, block_id, is_base_block, is_changed
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.plan import EXACT
-from mergefs.statistics.measure import Collector, coarse_sample, measure_block, measure_delta, unchanged_block
+from mergefs.statistics.measure import (
+    BlockMeasure,
+    Collector,
+    coarse_sample,
+    measure_block,
+    measure_delta,
+    unchanged_block,
+)
 from mergefs.statistics.sample import positions
 from mergefs.statistics.stored import with_stored_bytes
 from mergefs.statistics.tensor import TensorStatistics, bin_value, load, products_key, statistics_key
@@ -193,29 +200,34 @@ class Measurer:
         tensor = self._store.manifest(identity).tensor_by_name[name]
         twin = self._store.manifest(self._base).tensor_by_name[name]
         collector = Collector(tensor.elements)
-        for number, (first, stop) in enumerate(tensor.grid(self._store.block_elements).elements()):
-            sample = positions(tensor.elements, first, stop)
-            if not is_changed(tensor, twin, number):
-                collector.add(unchanged_block(stop - first, sample))
-                continue
-            if tensor.added is not None:
-                below = self._below(twin, number)
-                values = to_float(below.raw, twin.dtype)
-                delta = self._expert_reader.delta(tensor, twin, number, EXACT, below, values)
-                collector.add(measure_delta(delta, values, first, sample))
-                continue
-            depths, base = self._pair(tensor, twin, number, sample)
-            root = base if depths.root is None else depths.root
-            collector.add(
-                measure_block(depths.raw, tensor.dtype, base, twin.dtype, first, sample),
-                depths.errors,
-                coarse_sample(depths.sampled, root, tensor.dtype, base, twin.dtype, sample),
-            )
+        extents = enumerate(tensor.grid(self._store.block_elements).elements())
+        for found in ordered(
+            lambda place: self._measure_block(tensor, twin, *place), extents, threads=available_cores(), window=4
+        ):
+            collector.add(*found)
         with self._store.catalog.read() as txn:
-            found = with_stored_bytes(txn, collector.finish(), tensor, twin)
+            statistics = with_stored_bytes(txn, collector.finish(), tensor, twin)
         key = statistics_key(identity, self._base, name)
-        self._store.catalog.write(lambda txn: txn.put("statistics", key, found.encode()))
-        return found
+        self._store.catalog.write(lambda txn: txn.put("statistics", key, statistics.encode()))
+        return statistics
+
+    def _measure_block(
+        self, tensor: Tensor, twin: Tensor, number: int, extent: tuple[int, int]
+    ) -> tuple[BlockMeasure, tuple[float, ...], NDArray[np.float32] | None]:
+        """Return what `Collector.add` takes of one block."""
+        first, stop = extent
+        sample = positions(tensor.elements, first, stop)
+        if not is_changed(tensor, twin, number):
+            return unchanged_block(stop - first, sample), (), None
+        if tensor.added is not None:
+            below = self._below(twin, number)
+            values = to_float(below.raw, twin.dtype)
+            delta = self._expert_reader.delta(tensor, twin, number, EXACT, below, values)
+            return measure_delta(delta, values, first, sample), (), None
+        depths, base = self._pair(tensor, twin, number, sample)
+        root = base if depths.root is None else depths.root
+        measure = measure_block(depths.raw, tensor.dtype, base, twin.dtype, first, sample)
+        return measure, depths.errors, coarse_sample(depths.sampled, root, tensor.dtype, base, twin.dtype, sample)
 
     def _search(self, identity: str, name: str, index: int, rank: int) -> np.float32:
         """Return the `rank`-th largest magnitude among those of one histogram bin, by reading the tensor."""

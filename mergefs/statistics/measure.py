@@ -197,7 +197,7 @@ class Collector:
         """Return the tensor's statistics, without the bytes that its blocks take (see `with_bytes`)."""
         bins = np.flatnonzero(self._histogram).astype("<u2")
         counts = self._histogram[bins]
-        magnitudes = np.sort(np.concatenate(self._inexact)) if self._inexact else np.empty(0, np.uint32)
+        magnitudes = np.concatenate([np.empty(0, np.uint32), *self._inexact])
         inexact = np.bincount(magnitudes >> 16, minlength=1 << 15)[bins].astype("<u8")
         if self._inexact_count > _INEXACT_LIMIT:
             inexact = np.where(inexact > 0, counts, 0).astype("<u8")
@@ -211,7 +211,13 @@ class Collector:
         )
         ranks, thresholds = [], []
         if self._inexact_count <= _INEXACT_LIMIT:
-            for rank in sorted({trim_rank(density, self._elements) for density in DENSITIES}):
+            wanted = sorted({trim_rank(density, self._elements) for density in DENSITIES})
+            places = [where[0] for where in map(found.bin_of_rank, wanted) if where is not None]
+            # Only the bins that a threshold lies in have to be sorted.
+            sought = np.zeros(1 << 15, bool)
+            sought[bins[places]] = True
+            magnitudes = np.sort(magnitudes[sought[magnitudes >> 16]])
+            for rank in wanted:
                 where = found.bin_of_rank(rank)
                 if where is not None and where[1] <= int(inexact[where[0]]):
                     end = int(np.searchsorted(magnitudes, (int(bins[where[0]]) + 1) << 16))
