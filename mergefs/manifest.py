@@ -414,6 +414,8 @@ def _check(manifest: Manifest) -> None:
             if len(part.blocks) != len(part.grid(manifest.block_elements)):
                 raise ValueError(f"tensor {part.name!r} has {len(part.blocks)} blocks")
         if tensor.added is not None:
+            if manifest.files or manifest.lineage.kind != "fitted":
+                raise ValueError(f"something is added to tensor {tensor.name!r} of a model with files")
             _check_added(tensor, tensor.added)
     if manifest.is_lazy and manifest.lineage.plan is None:
         raise ValueError("blocks are to be derived, but there is no plan")

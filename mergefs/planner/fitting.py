@@ -226,7 +226,7 @@ class Fitter:
                     what = "the same as its embedding" if same else "not the same as its embedding, and is left out"
                     notes.append(f"'{name}' ties its head to its embedding; '{tensor.name}' of '{whose}' is {what}")
                     continue
-                added[tensor.name] = tensor
+                added[tensor.name] = replace(tensor, added=None)  # a base is what its files hold
                 notes.append(f"tensor '{tensor.name}' is in '{whose}' and not in '{name}': taken from '{whose}'")
         if not dropped and not added:
             return base, notes

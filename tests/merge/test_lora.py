@@ -301,6 +301,30 @@ def test_without_a_base_the_model_of_the_adapters_is_it(made: Callable[[str], Ma
     assert report.read.expert <= case.factor_bytes
 
 
+@pytest.mark.parametrize("rows", [120, 150])
+def test_an_adapter_on_a_model_with_another_vocabulary(tmp_path: Path, rows: int) -> None:
+    base = save_base("llama", tmp_path / "base")
+    torch.manual_seed(5)
+    tuned = LlamaForCausalLM.from_pretrained(base)
+    tuned.resize_token_embeddings(rows, mean_resizing=False)
+    tuned.save_pretrained(tmp_path / "tuned")
+    targets = {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}
+    save_adapter("llama", tmp_path / "tuned", tmp_path / "adapter", r=4, **targets)
+    with new_repository(tmp_path / "repository") as repository:
+        repository.ingest(base, "base")
+        repository.ingest(tmp_path / "tuned", "tuned", base="base")
+        repository.ingest(tmp_path / "adapter", "adapter")
+        repository.merge(recipe("task_arithmetic", ["tuned+adapter"]), "merged")
+        plain, expert = load_model(base), folded("llama", tmp_path / "tuned", tmp_path / "adapter")
+
+        def expected(name: str) -> Float64s:
+            mine = plain[name].values
+            theirs = np.concatenate([expert[name][: mine.size], mine[expert[name].size :]])
+            return define("task_arithmetic", mine, [theirs], {})
+
+        check(tensors_of(repository, "merged"), plain, expected)
+
+
 # ---------------------------------------------------------------------------------------- everything around it
 
 
