@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
 from mergefs.manifest import Difference, LowRank, Manifest, Tensor
 from mergefs.planner.plan import EXACT
+
+if TYPE_CHECKING:
+    from mergefs.blocks.tiers.exact_fast import ClassOrder
 
 FACTOR_SHARE = 4
 """Factors of adapters may take this part of the memory, or what one tensor of all experts needs."""
@@ -35,10 +38,12 @@ class BaseBlock:
     Attributes:
         raw: its bytes.
         known: the bytes of this block, and of the one that it is encoded against, by id.
+        order: of its elements, where several experts are decoded against it; see `tiers.class_order`.
     """
 
     raw: Buffer
     known: dict[bytes, Buffer]
+    order: ClassOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class ExpertReader:
         self._reader = reader
         self._block_elements = block_elements
         self._factors = factors or FactorCache(0)
-        self._keeps = keeps
+        self._keeps = keeps and self._factors.limit > 0
 
     def delta(
         self,
@@ -164,21 +169,30 @@ class ExpertReader:
             CorruptionError: see `BlockReader.read` and `BlockReader.read_coarse`.
         """
         block = block_id(tensor, number)
-        if tensor.added is not None:
-            found = self._with_added(tensor, tensor.added, base, number, below, values)
-        elif depth == EXACT:
-            raw = self._whole(block, below)
-            exact: NDArray[Any] = np.subtract(to_float(raw, tensor.dtype), values, out=out, dtype=values.dtype)
-            return exact
-        else:
-            found, root = self._reader.read_coarse(block, depth, Kind.EXPERT, below.known)
-            if root is not below.raw:
-                # It is encoded against another block than the base's: what these two differ by comes on top.
-                found = found + (to_float(root, tensor.dtype) - values)
         if out is None:
             out = np.empty_like(values)
-        out[:] = found
+        if tensor.added is not None:
+            out[:] = self._with_added(tensor, tensor.added, base, number, below, values)
+        elif depth == EXACT:
+            raw = self._exact(block, tensor, base, below, out)
+            if raw is not None:
+                np.subtract(to_float(raw, tensor.dtype), values, out=out, dtype=values.dtype)
+        else:
+            direct = out if out.dtype == np.float32 else None
+            delta, root = self._reader.read_coarse(block, depth, Kind.EXPERT, below.known, direct)
+            if root is not below.raw:
+                # It is encoded against another block than the base's: what these two differ by comes on top.
+                delta = delta + (to_float(root, tensor.dtype) - values)
+            if delta is not out:
+                out[:] = delta
         return out
+
+    def _exact(self, block: bytes, tensor: Tensor, base: Tensor, below: BaseBlock, out: NDArray[Any]) -> Buffer | None:
+        """Return a block's bytes; None where its delta was written to `out` without them."""
+        direct = out.dtype == np.float32 and tensor.dtype is base.dtype and not self._keeps
+        if direct and self._factors.block(block) is None:
+            return self._reader.read_exact(block, Kind.EXPERT, below.known, below.raw, out, below.order)
+        return self._whole(block, below)
 
     def _with_added(
         self,

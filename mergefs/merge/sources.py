@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
 
 from mergefs.blocks.reader import BlockReader, Kind
+from mergefs.blocks.tiers import class_order
 from mergefs.errors import CorruptionError
 from mergefs.manifest import Manifest, Tensor
 from mergefs.merge.expert import BaseBlock, ExpertReader, FactorCache, block_id
-from mergefs.planner.plan import Plan, TensorPlan
+from mergefs.planner.plan import EXACT, Plan, TensorPlan
 
 
 class Sources:
@@ -109,11 +111,15 @@ class DeltaIterator:
             CorruptionError: see `Sources.expert_delta`; it names the expert, the tensor and the block.
         """
         sources, name = self._sources, self._tensor.name
+        depths = [self._tensor.depth(expert, self._number) for expert in self.experts]
+        base = self._base
+        stored = [sources.experts[expert].tensor_by_name[name].added is None for expert in self.experts]
+        if list(zip(depths, stored, strict=True)).count((EXACT, True)) > 1:
+            base = replace(base, order=class_order(base.raw))
         for row, expert in enumerate(self.experts):
             out = None if self._out is None else self._out[row]
-            depth = self._tensor.depth(expert, self._number)
             try:
-                delta = sources.expert_delta(expert, name, self._number, depth, self._base, self._values, out)
+                delta = sources.expert_delta(expert, name, self._number, depths[row], base, self._values, out)
             except CorruptionError as error:
                 whose = sources.plan.experts[expert][:12]
                 raise CorruptionError(f"expert {whose}, tensor '{name}', block {self._number}: {error}") from error

@@ -156,12 +156,12 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe(method: str, models: Sequence[str], base: str = "base") -> Recipe:
+def recipe(method: str, models: Sequence[str], base: str = "base", **dtype: str) -> Recipe:
     own = METHODS[method]
     if method == "slerp":
-        return Recipe.parse(recipe_text(method, models, base, **own))
+        return Recipe.parse(recipe_text(method, models, base, **own, **dtype))
     each = [(model, {**own, "weight": weight}) for model, weight in zip(models, WEIGHTS, strict=False)]
-    return Recipe.parse(recipe_text(method, each, base))
+    return Recipe.parse(recipe_text(method, each, base, **dtype))
 
 
 def check(found: dict[str, Array], base: dict[str, Array], expected: Callable[[str], Float64s]) -> None:
@@ -238,7 +238,9 @@ def test_a_merge_is_that_of_the_folded_model(made: Callable[[str], Made], name: 
     assert 0 < report.read.expert <= case.factor_bytes
     again = case.repository.merge(recipe(method, ["base+adapter"]), f"again-{method}", threads=1)
     assert again.manifest == report.manifest
-    assert 0 < again.read.expert <= case.factor_bytes
+    assert again.read.expert == 0
+    other = case.repository.merge(recipe(method, ["base+adapter"], dtype="float32"), f"other-{method}", threads=1)
+    assert 0 < other.read.expert <= case.factor_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
