@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from builders import Array, array, load_model, new_repository, pack, recipe_text, served, tensors_of, tree, unpack
+from click.testing import CliRunner
 from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
@@ -26,6 +27,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from mergefs.cli import cli
 from mergefs.errors import BudgetError, CheckpointError, MergefsError, RecipeError, UserError
 from mergefs.recipe import Recipe
 from mergefs.repository import Repository
@@ -544,3 +546,28 @@ def test_a_delta_that_fits_no_base(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="'adapter' is a LoRA adapter"):
             repository.ingest(adapter, "adapter", base="base", kind="delta")
         assert set(repository.refs()) == {"base"}
+
+
+def test_the_command_line_takes_adapters_by_path(tmp_path: Path) -> None:
+    base = save_base("llama", tmp_path / "base")
+    adapter = save_adapter("llama", base, tmp_path / "adapter", r=2, target_modules=["q_proj"])
+    new_repository(tmp_path / "repository").close()
+    (tmp_path / "recipe.yml").write_text(
+        recipe_text("task_arithmetic", [(f"{base}+{adapter}", {"weight": 0.5})], str(base))
+    )
+
+    def run(*arguments: object) -> dict[str, Any]:
+        ran = CliRunner().invoke(cli, ["--repo", str(tmp_path / "repository"), *map(str, arguments), "--json"])
+        assert ran.exit_code == 0, ran.output
+        found = json.loads(ran.stdout)
+        assert isinstance(found, dict)
+        return found
+
+    merged = run("merge", tmp_path / "recipe.yml", "--as", "merged", "--ingest")
+    assert merged["read"]["expert"] > 0
+    assert {m["ref"]: m["kind"] for m in run("ls")["models"]} == {
+        "adapter": "adapter",
+        "base": "checkpoint",
+        "merged": "merge",
+    }
+    assert run("ingest", adapter, "--as", "again")["kind"] == "adapter"
