@@ -22,11 +22,12 @@ from mergefs.blocks.writer import BlockWriter
 from mergefs.checkpoint.directory import Checkpoint, CheckpointFile, open_checkpoint
 from mergefs.checkpoint.safetensors import TensorEntry
 from mergefs.dtypes import DTYPES, DType
-from mergefs.errors import BlocksCollectedError, CheckpointError, CorruptionError
+from mergefs.errors import BlocksCollectedError, CheckpointError, CorruptionError, UserError
 from mergefs.hashing import Buffer, digest
 from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData, safe_path
 from mergefs.pipeline import available_cores, ordered
-from mergefs.planner.fitting import prepare
+from mergefs.planner.adapters import check_delta
+from mergefs.planner.fitting import prepare, prepare_delta
 from mergefs.statistics.measure import BlockMeasure, Collector, coarse_sample, measure_block, unchanged_block
 from mergefs.statistics.sample import positions
 from mergefs.statistics.stored import with_stored_bytes
@@ -51,6 +52,7 @@ class IngestReport:
         stored_bytes: bytes added to the repository's packs and manifests.
         blocks_new, blocks_reused: different blocks (blobs included) that were added, or were there already.
         seconds: wall time.
+        kind: `model`, `adapter` or `delta`.
     """
 
     manifest: str
@@ -61,6 +63,7 @@ class IngestReport:
     blocks_new: int
     blocks_reused: int
     seconds: float
+    kind: str = "model"
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ def ingest(
     name: str,
     *,
     base: str | None = None,
+    kind: str = "model",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> IngestReport:
@@ -142,7 +146,10 @@ def ingest(
         path: a Hugging Face directory or a safetensors file.
         name: the ref for it.
         base: the ref or id of the model that it was fine-tuned from: its blocks are stored as differences from
-            that model's, and statistics of the differences are kept for planning.
+            that model's, and statistics of the differences are kept for planning. An adapter is for any model, and has
+            no base here.
+        kind: `delta` for a checkpoint whose tensors are differences from the base's: it is stored as it is, and a
+            recipe that names it means the base with these added. What else it is, it says itself.
         threads: how many to work with; all cores by default.
         progress: told how far it is.
 
@@ -150,16 +157,24 @@ def ingest(
         CheckpointError: when the checkpoint is damaged or incomplete; the repository is then as before.
         NotFoundError: when the base does not exist.
         RefNameError: when the name is malformed.
+        UserError: when a delta has no base.
+        RecipeError: when it does not fit its base.
     """
     check_ref_name(name)
     base_id = None if base is None else store.resolve(base)
     checkpoint = open_checkpoint(path)
+    if kind == "delta":
+        if base_id is None:
+            raise UserError("a delta needs the model that it is to be added to: name it with --base")
+        _check_delta(store, checkpoint, base_id, name)
+    elif checkpoint.is_adapter:
+        kind, base_id = "adapter", None
     for file in checkpoint.files:
         if not safe_path(file.path):
             raise CheckpointError(f"{file.source}: the file name {file.path!r} cannot be stored; rename the file")
     for attempt in range(_ATTEMPTS):
         try:
-            return _ingest(store, checkpoint, name, base_id, threads or available_cores(), progress)
+            return _ingest(store, checkpoint, name, base_id, kind, threads or available_cores(), progress)
         except BlocksCollectedError:
             if attempt == _ATTEMPTS - 1:
                 raise
@@ -171,6 +186,7 @@ def _ingest(
     checkpoint: Checkpoint,
     name: str,
     base_id: str | None,
+    kind: str,
     threads: int,
     progress: Progress | None,
 ) -> IngestReport:
@@ -186,7 +202,7 @@ def _ingest(
         worker = _Worker(store, writer, checkpoint, descriptors)
         gathered = _Gathered(checkpoint)
         done_bytes = 0
-        pieces = _pieces(checkpoint, base, store.block_elements)
+        pieces = _pieces(checkpoint, None if kind == "delta" else base, store.block_elements)
         for done in ordered(worker, pieces, threads=threads, window=2 * threads + 2):
             _store_block(writer, done)
             gathered.add(done)
@@ -195,8 +211,10 @@ def _ingest(
                 progress(done_bytes, total)
         writer.flush()
         manifest = gathered.manifest(store.block_elements)
-        report = _publish(store, manifest, name, gathered, base_id, total, writer, began)
-        if base is not None:
+        report = _publish(store, manifest, name, gathered, base_id, kind, total, writer, began)
+        if base is not None and kind == "delta":
+            prepare_delta(store, base, manifest, name, lease)
+        elif base is not None:
             prepare(store, base, manifest, lease)
         return replace(report, seconds=time.monotonic() - began)
 
@@ -207,6 +225,7 @@ def _publish(
     name: str,
     gathered: _Gathered,
     base_id: str | None,
+    kind: str,
     raw_bytes: int,
     writer: BlockWriter,
     began: float,
@@ -215,7 +234,7 @@ def _publish(
         known = txn.get("manifests", bytes.fromhex(manifest.id)) is not None
     stored = writer.stored_bytes + (0 if known else len(manifest.encoded))
     statistics: Publication = []
-    entry: dict[str, object] = {"raw_bytes": raw_bytes}
+    entry: dict[str, object] = {"raw_bytes": raw_bytes, "kind": kind}
     if base_id is not None and base_id != manifest.id:
         entry["base"] = base_id
         statistics = _statistics(store, manifest, base_id, gathered.collectors)
@@ -229,7 +248,23 @@ def _publish(
         writer.new_blocks,
         writer.reused_blocks,
         time.monotonic() - began,
+        kind,
     )
+
+
+def _check_delta(store: Store, checkpoint: Checkpoint, base_id: str, name: str) -> None:
+    """Check that a delta fits its base before anything is stored.
+
+    Raises:
+        UserError: when it is an adapter.
+        RecipeError: see `check_delta`.
+    """
+    if checkpoint.is_adapter:
+        raise UserError(
+            f"'{name}' is a LoRA adapter: leave --kind and --base out, and name it as BASE+{name} in recipes"
+        )
+    theirs = {tensor: Tensor(tensor, e.dtype, e.shape, ()) for tensor, (_, e) in checkpoint.tensors.items()}
+    check_delta(store.manifest(base_id), theirs, name)
 
 
 def _statistics(store: Store, manifest: Manifest, base_id: str, collectors: dict[str, Collector]) -> Publication:

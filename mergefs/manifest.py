@@ -6,7 +6,7 @@ The form, with test vectors, is in spec/manifest.md.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ from mergefs.hashing import hex_digest, is_hex, is_hex_id
 
 FORMAT = "mergefs-manifest"
 VERSION = 1
+_ADDED = frozenset(("low_rank", "difference"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +60,67 @@ class FileRecipe:
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a tensor W: W + scale up down, or with `transposed` W + scale (up down)^T.
+
+    With a magnitude m, each row of that (each column with `transposed`) is then divided by its norm and multiplied by
+    its element of m.
+
+    Attributes:
+        down, up: the factors [rank, in] and [out, rank], tensors of the adapter.
+        scale: see above.
+        magnitude: a tensor of `out` elements, or None.
+        transposed: W is [in, out], not [out, in].
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    magnitude: Tensor | None = None
+    transposed: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it is made of."""
+        return (self.down, self.up, *(() if self.magnitude is None else (self.magnitude,)))
+
+    @property
+    def key(self) -> object:
+        """What is the same for those whose tensors are read together once."""
+        return (self.transposed, *((part.dtype.name, part.shape, part.blocks) for part in self.tensors))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What an explicit delta adds to a tensor: its own elements.
+
+    Attributes:
+        tensor: of the delta, in the shape of the tensor that it is added to.
+    """
+
+    tensor: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it is made of."""
+        return (self.tensor,)
+
+
+@dataclass(frozen=True)
 class Tensor:
     """One tensor of a model.
 
     Attributes:
         name, dtype, shape: as in the safetensors header.
         blocks: the id of each block (hexadecimal), or None for a block that is derived on demand.
+        added: what is added to the elements of the blocks, in a fitted model; see `mergefs.merge.expert`.
     """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     blocks: tuple[str | None, ...]
+    added: LowRank | Difference | None = None
 
     @property
     def elements(self) -> int:
@@ -165,9 +215,10 @@ class Manifest:
                 if isinstance(segment, Blob):
                     yield bytes.fromhex(segment.block)
         for tensor in self.tensors:
-            for block in tensor.blocks:
-                if block is not None:
-                    yield bytes.fromhex(block)
+            for part in (tensor, *(tensor.added.tensors if tensor.added else ())):
+                for block in part.blocks:
+                    if block is not None:
+                        yield bytes.fromhex(block)
 
 
 def decode(data: bytes) -> Manifest:
@@ -213,10 +264,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             }
             for file in manifest.files
         ],
-        "tensors": [
-            {"name": t.name, "dtype": t.dtype.name, "shape": list(t.shape), "blocks": list(t.blocks)}
-            for t in manifest.tensors
-        ],
+        "tensors": [_tensor_json(tensor) for tensor in manifest.tensors],
         "lineage": _lineage_to_json(manifest.lineage),
     }
 
@@ -233,6 +281,27 @@ def _lineage_to_json(lineage: Lineage) -> dict[str, Any]:
         "experts": list(lineage.experts),
         **({"models": list(lineage.models)} if lineage.models else {}),
     }
+
+
+def _tensor_json(tensor: Tensor) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "name": tensor.name,
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shape),
+        "blocks": list(tensor.blocks),
+    }
+    match tensor.added:
+        case LowRank(down, up, scale, magnitude, transposed):
+            value["low_rank"] = {
+                "down": _tensor_json(down),
+                "up": _tensor_json(up),
+                "scale": repr(scale),
+                "magnitude": None if magnitude is None else _tensor_json(magnitude),
+                "transposed": transposed,
+            }
+        case Difference(difference):
+            value["difference"] = _tensor_json(difference)
+    return value
 
 
 def _from_json(value: dict[str, Any]) -> Manifest:
@@ -270,12 +339,36 @@ def _file(value: dict[str, Any]) -> FileRecipe:
 
 
 def _tensor(value: dict[str, Any]) -> Tensor:
+    if "low_rank" in value or "difference" in value:
+        return replace(_plain_tensor({k: v for k, v in value.items() if k not in _ADDED}), added=_added(value))
+    return _plain_tensor(value)
+
+
+def _plain_tensor(value: dict[str, Any]) -> Tensor:
     _only(value, {"name", "dtype", "shape", "blocks"})
     return Tensor(
         _text(value["name"]),
         DTYPES[value["dtype"]],
         tuple(_natural(n) for n in _list(value["shape"])),
         _ids(_list(value["blocks"])),
+    )
+
+
+def _added(value: dict[str, Any]) -> LowRank | Difference:
+    (kind,) = set(value) & _ADDED
+    if kind == "difference":
+        return Difference(_plain_tensor(value[kind]))
+    part = value[kind]
+    _only(part, {"down", "up", "scale", "magnitude", "transposed"})
+    scale, magnitude, transposed = part["scale"], part["magnitude"], part["transposed"]
+    if repr(float(scale)) != scale or type(transposed) is not bool:
+        raise ValueError(f"{scale!r} is no number in its shortest form, or {transposed!r} no flag")
+    return LowRank(
+        _plain_tensor(part["down"]),
+        _plain_tensor(part["up"]),
+        float(scale),
+        None if magnitude is None else _plain_tensor(magnitude),
+        transposed,
     )
 
 
@@ -317,8 +410,13 @@ def _check(manifest: Manifest) -> None:
     if [file.path for file in manifest.files] != sorted(set(manifest.file_by_path)):
         raise ValueError("files are not in the order of their paths, or a path is there twice")
     for tensor in manifest.tensors:
-        if len(tensor.blocks) != len(tensor.grid(manifest.block_elements)):
-            raise ValueError(f"tensor {tensor.name!r} has {len(tensor.blocks)} blocks")
+        for part in (tensor, *(tensor.added.tensors if tensor.added else ())):
+            if len(part.blocks) != len(part.grid(manifest.block_elements)):
+                raise ValueError(f"tensor {part.name!r} has {len(part.blocks)} blocks")
+        if tensor.added is not None:
+            if manifest.files or manifest.lineage.kind != "fitted":
+                raise ValueError(f"something is added to tensor {tensor.name!r} of a model with files")
+            _check_added(tensor, tensor.added)
     if manifest.is_lazy and manifest.lineage.plan is None:
         raise ValueError("blocks are to be derived, but there is no plan")
     used: list[str] = []
@@ -335,6 +433,21 @@ def _check(manifest: Manifest) -> None:
     # A fitted expert is read by merges only and has no files.
     if sorted(used) != sorted(tensors) and (manifest.files or manifest.lineage.kind != "fitted"):
         raise ValueError("a tensor is in no file, or in two")
+
+
+def _check_added(tensor: Tensor, added: LowRank | Difference) -> None:
+    if not all(part.dtype.is_float and None not in part.blocks for part in (tensor, *added.tensors)):
+        raise ValueError(f"what is added to tensor {tensor.name!r} is not stored, or not of floats")
+    if isinstance(added, Difference):
+        fits = added.tensor.shape == tensor.shape
+    else:
+        down, up = added.down.shape, added.up.shape
+        fits = len(tensor.shape) == len(down) == len(up) == 2 and down[0] == up[1]
+        # A tensor with another number of rows has the first of them in common with what is added.
+        fits = fits and tensor.shape[1] == (up[0] if added.transposed else down[1])
+        fits = fits and (added.magnitude is None or added.magnitude.elements == up[0])
+    if not fits:
+        raise ValueError(f"what is added to tensor {tensor.name!r} has another shape")
 
 
 def _only(value: dict[str, Any], keys: set[str]) -> None:

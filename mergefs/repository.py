@@ -39,13 +39,14 @@ class Repository(Store):
         name: str,
         *,
         base: str | None = None,
+        kind: str = "model",
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> IngestReport:
         """Take in a checkpoint; see `mergefs.ingest.ingest`."""
         from mergefs.ingest import ingest
 
-        return ingest(self, path, name, base=base, threads=threads, progress=progress)
+        return ingest(self, path, name, base=base, kind=kind, threads=threads, progress=progress)
 
     def plan(
         self, recipe: Recipe, *, seed: int = 0, save: bool = True, strict_shapes: bool = False, **aim: Any

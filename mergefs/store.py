@@ -306,6 +306,14 @@ class Store:
                 raise NotFoundError(f"'{name}' is the beginning of {len(fits)} manifests' ids: give more digits")
         raise NotFoundError(f"'{name}' is neither a ref nor a manifest of this repository: 'mergefs ls' shows them")
 
+    def has(self, name: str) -> bool:
+        """Tell whether a name can be resolved."""
+        try:
+            self.resolve(name)
+        except NotFoundError:
+            return False
+        return True
+
     def tag(self, name: str, target: str) -> str:
         """Point a ref at the manifest that `target` names and return the manifest's id.
 

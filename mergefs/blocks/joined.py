@@ -7,7 +7,7 @@ blocks, so that most of them follow each other: one large read costs less than m
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from mergefs.backend import Backend
@@ -49,10 +49,17 @@ class JoinedReads:
         wanted: what will be read, once each, in about the order of `take`.
         spare: how many bytes in all may be read that nobody wants, or None for any number.
         longest: bytes of one read; each payload is kept until it is taken.
+        apart: packs in which nothing is read through, because it is read otherwise.
     """
 
     def __init__(
-        self, backend: Backend, wanted: Iterable[Location], spare: int | None, *, longest: int = LONGEST
+        self,
+        backend: Backend,
+        wanted: Iterable[Location],
+        spare: int | None,
+        *,
+        longest: int = LONGEST,
+        apart: Container[bytes] = (),
     ) -> None:
         self._backend = backend
         self._runs: dict[tuple[bytes, int], _Run] = {}
@@ -65,7 +72,8 @@ class JoinedReads:
             run = open_runs.get(location.pack)
             stop = record.offset + record.length
             gap = -1 if run is None else record.offset - run.stop
-            joins = run is not None and 0 <= gap <= LARGEST_GAP and stop - run.start <= longest
+            widest = 0 if location.pack in apart else LARGEST_GAP
+            joins = run is not None and 0 <= gap <= widest and stop - run.start <= longest
             if run is None or not joins or (spare is not None and gap > spare):
                 run = open_runs[location.pack] = _Run(location.pack, record.offset, stop)
             elif spare is not None:

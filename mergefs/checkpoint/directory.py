@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mergefs.checkpoint import adapter
 from mergefs.checkpoint.safetensors import Header, TensorEntry, read_header
 from mergefs.checkpoint.strict import LONGEST_JSON, flaw, parse_object, quote, reason, shown
 from mergefs.errors import CheckpointError
@@ -19,8 +20,6 @@ SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER = "adapter_model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Bookkeeping of `git clone` and of `hf download --local-dir`, not part of the model.
 _SKIPPED = (".git", ".cache")
@@ -57,6 +56,13 @@ class Checkpoint:
     files: tuple[CheckpointFile, ...]
 
     @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter, and no model by itself."""
+        return any(file.path == adapter.WEIGHTS and file.header is not None for file in self.files) and any(
+            file.path == adapter.CONFIG for file in self.files
+        )
+
+    @property
     def weights(self) -> tuple[CheckpointFile, ...]:
         """The files that hold the model's weights, sorted by path."""
         return tuple(f for f in self.files if f.header is not None)
@@ -70,12 +76,13 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """List a checkpoint's files and read its weights' headers.
 
-    The weights of a directory are `model.safetensors`, else the shards that `model.safetensors.index.json`
-    names, else the only `*.safetensors` file beside them. Every other file below it, except in `.git/` and
-    `.cache/` at its top, belongs to the checkpoint as it is. Symbolic links to files are followed.
+    The weights of a directory are `model.safetensors`, else the shards that `model.safetensors.index.json` names, else
+    `adapter_model.safetensors` beside `adapter_config.json`, else the only `*.safetensors` file beside them. Every
+    other file below it, except in `.git/` and `.cache/` at its top, belongs to the checkpoint as it is. Symbolic links
+    to files are followed.
 
     Raises:
-        CheckpointError: when there is no checkpoint at `path`, it is an adapter or has only pickled weights,
+        CheckpointError: when there is no checkpoint at `path`, it has only pickled weights,
             a weight file or the index is damaged or they disagree, or something in the directory is neither
             a readable file nor a directory with a name that can be printed.
     """
@@ -119,9 +126,14 @@ def _weights(root: Path, members: Mapping[str, CheckpointFile]) -> dict[str, Hea
         return _shards(members)
     top = [name for name in members if "/" not in name]
     found = sorted(name for name in top if name.endswith(SUFFIX))
-    if _ADAPTER_CONFIG in top or found == [_ADAPTER]:
-        problem = f"{shown(root)} is an adapter (LoRA or another), which mergefs does not support yet"
-        raise CheckpointError(f"{problem}; merge it into its base model and save that first")
+    if adapter.CONFIG in top:
+        if adapter.WEIGHTS in top:
+            return {adapter.WEIGHTS: read_header(members[adapter.WEIGHTS].source)}
+        problem = f"{shown(root)} is an adapter (LoRA or another) without {adapter.WEIGHTS}"
+        raise CheckpointError(f"{problem}; save it as safetensors (mergefs reads no pickled weights)")
+    if found == [adapter.WEIGHTS]:
+        problem = f"{shown(root)} has an adapter's weights and no {adapter.CONFIG}, which says what they mean"
+        raise CheckpointError(f"{problem}; add that file")
     if not found:
         raise CheckpointError(f"{shown(root)} is not a checkpoint: {_why_none(top, members)}")
     if len(found) > 1:

@@ -252,7 +252,10 @@ class _Ingesting:
     def __call__(self, model: str) -> str:
         return self._found[model]
 
-    def _find(self, model: str, base: str | None) -> str:
+    def _find(self, name: str, base: str | None) -> str:
+        model, adapter = _parts(self._opened, name)
+        if adapter is not None:
+            self._find(adapter, None)
         if model not in self._found:
             try:
                 self._found[model] = self._opened.resolve(model)
@@ -262,12 +265,11 @@ class _Ingesting:
 
     def _check_paths(self, recipe: Recipe) -> None:
         """Open every checkpoint that would be ingested, so that a bad one is refused before anything is."""
-        for model in (*recipe.models, *([recipe.base_model] if recipe.base_model else [])):
-            try:
-                self._opened.resolve(model)
-            except NotFoundError:
+        named = (*recipe.models, *([recipe.base_model] if recipe.base_model else []))
+        for model in (part for name in named for part in _parts(self._opened, name) if part is not None):
+            if not self._opened.has(model):
                 if not Path(model).exists():
-                    raise NotFoundError(f"'{model}' is neither a model of this repository nor a path") from None
+                    raise NotFoundError(f"'{model}' is neither a model of this repository nor a path")
                 open_checkpoint(model)
 
     def _ingest(self, model: str, base: str | None) -> str:
@@ -286,6 +288,12 @@ class _Ingesting:
             unique = name
         click.echo(f"ingested {model} as {unique}", err=True)
         return report.manifest
+
+
+def _parts(opened: Repository, name: str) -> tuple[str, str | None]:
+    from mergefs.planner.models import model_and_adapter
+
+    return model_and_adapter(opened, name)
 
 
 def _plan_value(opened: Repository, planned: Planned, began: float, written: int) -> dict[str, Any]:

@@ -10,26 +10,36 @@ from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, r
 from mergefs.repository import Repository
 from mergefs.units import format_size
 
+_KINDS = {"model": "", "adapter": ", a LoRA adapter (recipes name it as BASE+NAME)", "delta": ", a delta"}
+
 
 @click.command()
 @click.argument("checkpoint")
 @click.option("--as", "name", required=True, metavar="NAME", help="The model's name here.")
 @click.option("--base", metavar="REF", help="The model that it was fine-tuned from.")
+@click.option(
+    "--kind",
+    type=click.Choice(["model", "delta"]),
+    default="model",
+    help="A delta's tensors are added to the base's. (A LoRA adapter is recognised.)",
+)
 @threads_option
 @json_option
 @click.pass_obj
-def ingest(repo: str | None, checkpoint: str, name: str, base: str | None, threads: int | None, as_json: bool) -> None:
+def ingest(
+    repo: str | None, checkpoint: str, name: str, base: str | None, kind: str, threads: int | None, as_json: bool
+) -> None:
     """Take in CHECKPOINT: a Hugging Face directory, or a safetensors file."""
     keep_freed_memory()
     with repository(repo) as opened, progress("ingesting") as tell:
-        report = opened.ingest(checkpoint, name, base=base, threads=threads, progress=tell)
+        report = opened.ingest(checkpoint, name, base=base, kind=kind, threads=threads, progress=tell)
     moved = f"\n'{name}' named {report.previous[:12]} before" if report.previous else ""
     share = f" ({report.stored_bytes / report.raw_bytes:.1%})" if report.raw_bytes else ""
     emit(
         report,
         as_json,
         lambda: (
-            f"{name} is {report.manifest[:12]}: {format_size(report.raw_bytes)} took"
+            f"{name} is {report.manifest[:12]}{_KINDS[report.kind]}: {format_size(report.raw_bytes)} took"
             f" {format_size(report.stored_bytes)}{share}, {report.blocks_new} new blocks and"
             f" {report.blocks_reused} that were there, in {report.seconds:.1f} s{moved}"
         ),
@@ -128,10 +138,16 @@ def _listed(opened: Repository, name: str, identity: str) -> dict[str, Any]:
         "ref": name,
         "manifest": identity,
         "raw_bytes": manifest.raw_bytes,
-        "kind": manifest.lineage.kind,
+        "kind": _kind(opened, identity, manifest.lineage.kind),
         "lazy": manifest.is_lazy,
         "time": opened.manifest_time(identity),
     }
+
+
+def _kind(opened: Repository, identity: str, kind: str) -> str:
+    """Return what a listing calls a model: what it was ingested as, where that is not a whole model."""
+    ingested = opened.manifest_entry(identity).get("kind", "model")
+    return kind if ingested == "model" else str(ingested)
 
 
 def _describe(found: dict[str, Any]) -> str:

@@ -17,8 +17,9 @@ from mergefs.dtypes import DTYPES, DType
 from mergefs.hashing import Buffer
 from mergefs.manifest import Manifest, Tensor
 from mergefs.merge import registry
+from mergefs.merge.expert import BaseBlock
 from mergefs.merge.method import BlockInputs
-from mergefs.merge.sources import BaseBlock, DeltaIterator, Sources, wants_double
+from mergefs.merge.sources import DeltaIterator, Sources, wants_double
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
 
 
@@ -95,7 +96,7 @@ def stored_block(plan: Plan, experts: tuple[Manifest, ...], tensor: Tensor, numb
     if planned is None or taken is None or planned.depth(taken, number) != EXACT:
         return None
     twin = experts[taken].tensor_by_name[tensor.name]
-    return twin.blocks[number] if twin.dtype is output_dtype(plan, tensor) else None
+    return twin.blocks[number] if twin.added is None and twin.dtype is output_dtype(plan, tensor) else None
 
 
 def base_scale(plan: Plan, planned: TensorPlan) -> float:

@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from mergefs.blocks.reader import ReadCounter
 from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
+from mergefs.merge.expert import FACTOR_SHARE, FactorCache
 from mergefs.merge.lazy import load_plan
 from mergefs.merge.run import DEFAULT_MEMORY, Figures, MergeReport, Progress, Run
 from mergefs.planner.aim import Aim
@@ -94,10 +95,17 @@ def merge(
     with store.lease("merge", models.all) as lease:
         counter = ReadCounter()
         models = fit_models(store, recipe, models, lease, counter, strict=strict_shapes)
-        planned = make_plan(store, recipe, models, aim, seed=seed, counter=counter)
-        run = Run(store, planned.plan, lease, counter, threads, max_memory)
+        factors = _factors(store, models, max_memory)
+        planned = make_plan(store, recipe, models, aim, seed=seed, counter=counter, factors=factors)
+        run = Run(store, planned.plan, lease, counter, threads, max_memory, factors)
         figures = Figures.of(planned, name, began, {})
         return run.lazy(figures) if lazy else run.eager(figures, progress)
+
+
+def _factors(store: Store, models: Models, max_memory: int) -> FactorCache:
+    """Return what keeps what is read to make a plan until its run."""
+    experts = map(store.manifest, models.experts)
+    return FactorCache.of(store.manifest(models.base), experts, max_memory // FACTOR_SHARE)
 
 
 @_again
@@ -217,11 +225,13 @@ def refine(
         raise UserError(f"'{name}' is a checkpoint, not a merge: there is nothing to refine")
     before = load_plan(store, manifest.lineage.plan)
     recipe = Recipe.parse(before.recipe)
-    models = Models(before.base, before.experts, before.baseless)
+    models = Models(before.base, before.experts, before.baseless, before.models)
     with store.lease("refine", {identity, *models.all}) as lease:
         counter = ReadCounter()
-        planned = make_plan(store, recipe, models, replace(aim, floor=before), seed=before.seed, counter=counter)
-        run = Run(store, planned.plan, lease, counter, threads, max_memory)
+        factors = _factors(store, models, max_memory)
+        aim = replace(aim, floor=before)
+        planned = make_plan(store, recipe, models, aim, seed=before.seed, counter=counter, factors=factors)
+        run = Run(store, planned.plan, lease, counter, threads, max_memory, factors)
         figures = Figures.of(planned, target, began, {"refines": identity})
         if manifest.is_lazy:
             return RefineReport(**vars(run.lazy(figures)), refines=identity, reread_bytes=0)

@@ -13,7 +13,7 @@ from mergefs.canonical import Json
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import get_location, get_tiers
 from mergefs.hashing import digest
-from mergefs.manifest import Manifest, Tensor
+from mergefs.manifest import Difference, LowRank, Manifest, Tensor
 from mergefs.merge import registry
 from mergefs.merge.derive import output_dtype, stored_block
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
@@ -92,11 +92,21 @@ class Derivations:
         twin = self._experts[expert].tensor_by_name[tensor.name]
         block = twin.blocks[number]
         depth = planned.depth(expert, number)
+        if twin.added is not None:
+            return [block, twin.dtype.name, _added(twin.added), list(twin.shape), number]
         if depth == EXACT:
             return [block, twin.dtype.name]
         # What some of the tiers give depends on how the block was encoded, and against what.
         tiers = get_tiers(txn, bytes.fromhex(block or ""))[:depth]
         return [block, twin.dtype.name, *(f"{t.record.base.hex()} {t.record.check.hex()}" for t in tiers)]
+
+
+def _added(added: LowRank | Difference) -> Json:
+    """Return what says all about what is added to a tensor."""
+    parts: list[Json] = [[part.dtype.name, list(part.shape), list(part.blocks)] for part in added.tensors]
+    if isinstance(added, Difference):
+        return {"difference": parts}
+    return {"low rank": parts, "scale": repr(added.scale), "transposed": added.transposed}
 
 
 def forecast(store: Store, plan: Plan, base: Manifest, experts: tuple[Manifest, ...]) -> Forecast:

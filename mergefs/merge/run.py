@@ -20,13 +20,14 @@ from mergefs.errors import UserError
 from mergefs.hashing import digest
 from mergefs.manifest import Blob, Manifest, Tensor
 from mergefs.merge.derive import derive, output_dtype, stored_block
+from mergefs.merge.expert import FACTOR_SHARE, FactorCache
 from mergefs.merge.output import Output
 from mergefs.merge.remembered import TABLE, Derivations
 from mergefs.merge.sources import Sources
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.plan import Plan
 from mergefs.planner.resolve import Planned
-from mergefs.statistics.stored import tier_bytes
+from mergefs.statistics.stored import block_bytes, factor_tiers, tier_bytes
 from mergefs.statistics.tensor import TIERS
 from mergefs.store import Store
 
@@ -149,6 +150,7 @@ class Run:
         counter: ReadCounter,
         threads: int | None,
         max_memory: int,
+        factors: FactorCache | None = None,
     ) -> None:
         self._store = store
         self._plan = plan
@@ -157,6 +159,8 @@ class Run:
         self._base = store.manifest(plan.base)
         self._reader = BlockReader(store.catalog, store.backend, counter)
         self._experts = tuple(store.manifest(expert) for expert in plan.experts)
+        self._factors = factors or FactorCache.of(self._base, self._experts, max_memory // FACTOR_SHARE)
+        max_memory = max(max_memory // 2, max_memory - self._factors.limit)
         self._threads = _threads_within(max_memory, threads or available_cores(), len(self._experts), store)
         self._derived: set[tuple[str, int]] = set()
         # Each expert has a run under way in each of its packs, and one more that is not used up.
@@ -252,19 +256,28 @@ class Run:
                 planned = plan.tensor_by_name.get(job.tensor.name)
                 for expert in planned.planned(job.number) if planned else ():
                     assert planned is not None
-                    block, below = (
-                        bytes.fromhex(model.tensor_by_name[job.tensor.name].blocks[job.number] or "")
-                        for model in (self._experts[expert], self._base)
-                    )
+                    tensor = self._experts[expert].tensor_by_name[job.tensor.name]
+                    if tensor.added is not None:
+                        needed += sum(block_bytes(txn, tensor, job.tensor, job.number) or ())
+                        continue  # a few large blocks, or one by one
+                    block, below = (bytes.fromhex(of.blocks[job.number] or "") for of in (tensor, job.tensor))
                     depth = planned.depth(expert, job.number)
                     tiers = get_tiers(txn, block)
                     wanted += tiers[:depth]
                     needed += sum(tier_bytes(txn, tiers, below)[:depth])
+            factors = factor_tiers(txn, ((expert, plan.tensor_by_name) for expert in self._experts))
+            needed += sum(sum(tier_bytes(txn, tiers, b"")) for tiers in factors)
         left = self._counter.expert_left
         spare = None if left is None else left - needed
-        joined = JoinedReads(store.backend, wanted, spare, longest=self._longest)
+        joined = JoinedReads(
+            store.backend,
+            wanted,
+            spare,
+            longest=self._longest,
+            apart={location.pack for tiers in factors for location in tiers},
+        )
         reader = BlockReader(store.catalog, store.backend, self._counter, joined)
-        return Sources(plan, self._base, self._experts, reader)
+        return Sources(plan, self._base, self._experts, reader, self._factors)
 
     def _derive(self, writer: BlockWriter, sources: Sources, job: _Job) -> _Done:
         base = sources.base_block(job.tensor, job.number)

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.blocks.tiers import class_order
 from mergefs.errors import CorruptionError
-from mergefs.hashing import Buffer
 from mergefs.manifest import Manifest, Tensor
+from mergefs.merge.expert import BaseBlock, ExpertReader, FactorCache, block_id
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
-
-if TYPE_CHECKING:
-    from mergefs.blocks.tiers.exact_fast import ClassOrder
-
-
-@dataclass(frozen=True)
-class BaseBlock:
-    """A block of the base, with what is needed to decode deltas against it.
-
-    Attributes:
-        raw: its bytes.
-        known: the bytes of this block, and of the one that it is encoded against, by id.
-        order: of its elements, where several experts are decoded against it; see `tiers.class_order`.
-    """
-
-    raw: Buffer
-    known: dict[bytes, Buffer]
-    order: ClassOrder | None = None
 
 
 class Sources:
@@ -44,13 +24,22 @@ class Sources:
         base: the base's manifest.
         experts: the experts' manifests, in the plan's order.
         reader: of the repository; it counts.
+        factors: of adapters that have been read for this run.
     """
 
-    def __init__(self, plan: Plan, base: Manifest, experts: tuple[Manifest, ...], reader: BlockReader) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        base: Manifest,
+        experts: tuple[Manifest, ...],
+        reader: BlockReader,
+        factors: FactorCache | None = None,
+    ) -> None:
         self.plan = plan
         self.base = base
         self.experts = experts
         self._reader = reader
+        self._experts = ExpertReader(reader, base.block_elements, factors or FactorCache.of(base, experts))
         self._base_kind = Kind.EXPERT if plan.baseless else Kind.BASE
 
     def base_block(self, tensor: Tensor, number: int) -> BaseBlock:
@@ -59,7 +48,7 @@ class Sources:
         Raises:
             CorruptionError: see `BlockReader.read`.
         """
-        identity = _block_id(tensor, number)
+        identity = block_id(tensor, number)
         known = self._reader.read_with_root(identity, self._base_kind)
         return BaseBlock(known[identity], known)
 
@@ -76,30 +65,10 @@ class Sources:
         """Read a block of an expert to some depth and return expert minus base, [n] of the base values' dtype.
 
         Raises:
-            BudgetExceededError: when the plan's budget is used up: the plan is wrong.
-            CorruptionError: see `BlockReader.read` and `BlockReader.read_coarse`.
+            BudgetExceededError, CorruptionError: see `ExpertReader.delta`.
         """
-        found = self.experts[expert].tensor_by_name[tensor]
-        block = _block_id(found, number)
-        if out is None:
-            out = np.empty_like(values)
-        if depth == EXACT:
-            raw: Buffer | None
-            if out.dtype == np.float32 and found.dtype is self.base.tensor_by_name[tensor].dtype:
-                raw = self._reader.read_exact(block, Kind.EXPERT, base.known, base.raw, out, base.order)
-            else:
-                raw = self._reader.read(block, Kind.EXPERT, base.known)
-            if raw is not None:
-                np.subtract(to_float(raw, found.dtype), values, out=out, dtype=values.dtype)
-            return out
-        direct = out if out.dtype == np.float32 else None
-        delta, root = self._reader.read_coarse(block, depth, Kind.EXPERT, base.known, direct)
-        if root is not base.raw:
-            # It is encoded against another block than the base's: what these two differ by comes on top.
-            delta = delta + (to_float(root, found.dtype) - values)
-        if delta is not out:
-            out[:] = delta
-        return out
+        found, twin = (model.tensor_by_name[tensor] for model in (self.experts[expert], self.base))
+        return self._experts.delta(found, twin, number, depth, base, values, out)
 
 
 class DeltaIterator:
@@ -144,7 +113,8 @@ class DeltaIterator:
         sources, name = self._sources, self._tensor.name
         depths = [self._tensor.depth(expert, self._number) for expert in self.experts]
         base = self._base
-        if depths.count(EXACT) > 1:
+        stored = [sources.experts[expert].tensor_by_name[name].added is None for expert in self.experts]
+        if list(zip(depths, stored, strict=True)).count((EXACT, True)) > 1:
             base = replace(base, order=class_order(base.raw))
         for row, expert in enumerate(self.experts):
             out = None if self._out is None else self._out[row]
@@ -161,10 +131,3 @@ def wants_double(sources: Sources, tensor: Tensor, experts: tuple[int, ...]) -> 
     return tensor.dtype.name == "F64" or any(
         sources.experts[e].tensor_by_name[tensor.name].dtype.name == "F64" for e in experts
     )
-
-
-def _block_id(tensor: Tensor, number: int) -> bytes:
-    block = tensor.blocks[number]
-    if block is None:
-        raise CorruptionError(f"tensor '{tensor.name}' has a block that was never materialized")
-    return bytes.fromhex(block)

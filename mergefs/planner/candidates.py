@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.catalog.tables import Catalog, get_tiers
+from mergefs.catalog.tables import Catalog
 from mergefs.manifest import Manifest, Tensor
 from mergefs.planner.measured import Measurer
 from mergefs.planner.plan import EXACT, Numbers
-from mergefs.statistics.stored import tier_bytes
+from mergefs.statistics.stored import block_bytes, factor_bytes
 from mergefs.statistics.tensor import BLOCK, TIERS
 
 DEPTHS = TIERS + 1
@@ -161,6 +161,24 @@ def find_candidates(
     )
 
 
+def factors_cost(catalog: Catalog, experts: tuple[Manifest, ...], numbers: Mapping[str, Numbers]) -> int:
+    """Return the physical bytes of the adapters' factors, which are read whatever is chosen.
+
+    Args:
+        catalog: where the blocks lie.
+        experts: the models.
+        numbers: the method's parameters of each float tensor, by its name; see `find_candidates`.
+    """
+    with catalog.read() as txn:
+        return factor_bytes(
+            txn,
+            (
+                (expert, {name for name, mine in numbers.items() if mine.weights[e] != 0.0})
+                for e, expert in enumerate(experts)
+            ),
+        )
+
+
 def base_cost(catalog: Catalog, base: Manifest) -> int:
     """Return the physical bytes that reading all float tensors of the base takes."""
     blocks = [bytes.fromhex(b) for tensor in base.tensors if tensor.dtype.is_float for b in tensor.blocks if b]
@@ -176,10 +194,8 @@ def _located(catalog: Catalog, tensor: Tensor, twin: Tensor) -> NDArray[Any]:
     """Return rows that hold nothing but the bytes of an expert's blocks, as the catalog has them."""
     rows = np.zeros(len(tensor.blocks), BLOCK)
     with catalog.read() as txn:
-        for number, (below, block) in enumerate(zip(tensor.blocks, twin.blocks, strict=True)):
-            assert below is not None
-            assert block is not None
-            if below != block or tensor.dtype is not twin.dtype:
-                sizes = tier_bytes(txn, get_tiers(txn, bytes.fromhex(block)), bytes.fromhex(below))
+        for number in range(len(tensor.blocks)):
+            sizes = block_bytes(txn, twin, tensor, number)
+            if sizes is not None:
                 rows["bytes"][number, : len(sizes)] = sizes
     return rows

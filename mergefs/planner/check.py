@@ -7,7 +7,7 @@ import numpy as np
 from mergefs.blocks.reader import ReadCounter
 from mergefs.errors import PlanError
 from mergefs.merge import registry
-from mergefs.planner.candidates import Candidates, find_candidates
+from mergefs.planner.candidates import Candidates, factors_cost, find_candidates
 from mergefs.planner.measured import Measurer
 from mergefs.planner.plan import EXACT, Numbers, Plan
 from mergefs.planner.resolve import cut_offs
@@ -32,7 +32,7 @@ def check_plan(store: Store, plan: Plan) -> None:
     found = find_candidates(store.catalog, base, experts, every, measured)
     measured.limit(0, found.cost_of)
     depth = _depths(found, plan)
-    needed = int(found.cost_at(depth).sum())
+    needed = int(found.cost_at(depth).sum()) + factors_cost(store.catalog, experts, every)
     if plan.budget is not None and needed > plan.budget:
         raise _stale(plan, f"it would read {needed} bytes now, and its budget is {plan.budget}")
     method = registry.method(plan.method)

@@ -67,6 +67,7 @@ def choose(
     aim: Aim,
     limit: int | None,
     frontier_for_budget: Callable[[], Frontier],
+    reference: int = 0,
 ) -> tuple[NDArray[np.int64], int]:
     """Return the depths, and the most bytes that they may take.
 
@@ -74,14 +75,15 @@ def choose(
         found, quality, aim, limit: see `make_frontier`.
         frontier: the steps to take.
         frontier_for_budget: makes the steps for the budget alone.
+        reference: bytes that are read whatever is chosen, besides the limit.
 
     Raises:
         BudgetError: when the budget does not cover the floor, or does not allow the error asked for.
     """
     if limit is not None and frontier.floor_cost > limit:
         raise BudgetError(
-            f"a budget of {limit} bytes is less than the {frontier.floor_cost} bytes that the model was made from: give"
-            " more than that"
+            f"a budget of {limit + reference} bytes is less than the {frontier.floor_cost + reference} bytes that the"
+            " model was made from: give more than that"
         )
     if aim.max_error is None:
         assert limit is not None
@@ -95,8 +97,8 @@ def choose(
         reached = quality.predict(filled) or 0.0
         if reached > aim.max_error or not aim.max_error:
             raise BudgetError(
-                f"an error of {aim.max_error:g} takes {format_size(needed)} ({needed} bytes), more than the budget of"
-                f" {limit} bytes, which allows an error of {reached:.3f}"
+                f"an error of {aim.max_error:g} takes {format_size(needed + reference)} ({needed + reference} bytes),"
+                f" more than the budget of {limit + reference} bytes, which allows an error of {reached:.3f}"
             )
         return filled, limit
     return depth, needed

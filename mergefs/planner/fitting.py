@@ -18,9 +18,10 @@ from mergefs.catalog.leases import Lease, NoLease
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import RecipeError
 from mergefs.hashing import digest
-from mergefs.manifest import Blob, Lineage, Manifest, Tensor
+from mergefs.manifest import Blob, Difference, Lineage, Manifest, Tensor
+from mergefs.planner.adapters import stand_on
 from mergefs.planner.measured import Measurer
-from mergefs.planner.models import Models, check_mergeable
+from mergefs.planner.models import Models, check_mergeable, model_and_adapter
 from mergefs.planner.relaid import relaid
 from mergefs.planner.vocabulary import embedding, has_rows_of_vocabulary, head, ties
 from mergefs.recipe import Recipe
@@ -49,11 +50,12 @@ def fit_models(
     """
     base_name = recipe.base_model or models.base[:12]
     base = store.manifest(models.base)
-    experts = [store.manifest(expert) for expert in models.experts]
-    for name, expert in zip(recipe.models, experts, strict=True):
-        check_mergeable(base, base_name, expert, name)
-        _check_kinship(base, base_name, expert, name)
     with Fitter(store, lease, counter) as fitter:
+        models = _stand_up(store, recipe, models, base, fitter)
+        experts = [store.manifest(expert) for expert in models.experts]
+        for name, expert in zip(recipe.models, experts, strict=True):
+            check_mergeable(base, base_name, expert, name)
+            _check_kinship(base, base_name, expert, name)
         if all(_same_tensors(base, expert) for expert in experts) and not fitter.redundant_head(base):
             return models
         target, notes = fitter.base(base, base_name, list(zip(recipe.models, experts, strict=True)))
@@ -71,9 +73,26 @@ def fit_models(
         models,
         base=target.id,
         experts=tuple(found.id for found in fitted),
-        found=(models.base, *models.experts),
+        found=models.found or (models.base, *models.experts),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _stand_up(store: Store, recipe: Recipe, models: Models, base: Manifest, fitter: Fitter) -> Models:
+    """Return the models with those in the place of experts on which an adapter or a delta stands."""
+    if not models.additions:
+        return models
+    experts = []
+    for name, identity, addition in zip(recipe.models, models.experts, models.additions, strict=True):
+        if addition is None:
+            experts.append(identity)
+            continue
+        model, other = store.manifest(identity), store.manifest(addition)
+        found = stand_on(store, model, other, model_and_adapter(store, name)[1] or name, fitter.reader)
+        fitter.keep(found, model, (base, base), because_of=(model, other))
+        experts.append(found.id)
+    found_ids = (models.base, *(a or e for e, a in zip(models.experts, models.additions, strict=True)))
+    return replace(models, experts=tuple(experts), found=found_ids, additions=())
 
 
 def prepare(store: Store, base: Manifest, expert: Manifest, lease: Lease) -> None:
@@ -92,8 +111,21 @@ def prepare(store: Store, base: Manifest, expert: Manifest, lease: Lease) -> Non
             return
         fitter.keep(target, base, because_of=(base, expert))
         fitter.keep(fitted, expert, (base, target), because_of=(base, expert))
-    measured = Measurer(store, target.id, (fitted.id,), ReadCounter())
-    for tensor in fitted.tensors:
+    _measure(store, target, fitted)
+
+
+def prepare_delta(store: Store, base: Manifest, delta: Manifest, name: str, lease: Lease) -> None:
+    """Make the expert that a delta that was just ingested stands for, and measure it; see `prepare`."""
+    with Fitter(store, lease, ReadCounter()) as fitter:
+        fitted = stand_on(store, base, delta, name, fitter.reader)
+        fitter.keep(fitted, base, because_of=(base, delta))
+    _measure(store, base, fitted)
+
+
+def _measure(store: Store, base: Manifest, expert: Manifest) -> None:
+    """Put statistics of an expert's tensors into the catalog."""
+    measured = Measurer(store, base.id, (expert.id,), ReadCounter())
+    for tensor in expert.tensors:
         if tensor.dtype.is_float and tensor.blocks:
             measured.statistics(0, tensor.name)
 
@@ -118,12 +150,15 @@ class Fitter:
         store: the repository.
         lease: of the caller, on all models.
         counter: see `fit_models`.
+
+    Attributes:
+        reader: counts there.
     """
 
     def __init__(self, store: Store, lease: Lease | NoLease, counter: ReadCounter) -> None:
         self._store = store
         self._lease = lease
-        self._reader = BlockReader(store.catalog, store.backend, counter)
+        self.reader = BlockReader(store.catalog, store.backend, counter)
         self._writer: BlockWriter | None = None
 
     def __enter__(self) -> Fitter:
@@ -191,7 +226,7 @@ class Fitter:
                     what = "the same as its embedding" if same else "not the same as its embedding, and is left out"
                     notes.append(f"'{name}' ties its head to its embedding; '{tensor.name}' of '{whose}' is {what}")
                     continue
-                added[tensor.name] = tensor
+                added[tensor.name] = replace(tensor, added=None)  # a base is what its files hold
                 notes.append(f"tensor '{tensor.name}' is in '{whose}' and not in '{name}': taken from '{whose}'")
         if not dropped and not added:
             return base, notes
@@ -234,6 +269,11 @@ class Fitter:
                     f"tensor '{tensor.name}' has shape {list(tensor.shape)} in '{base_name}' and"
                     f" {list(twin.shape)} in '{name}': they cannot be merged"
                 )
+            if isinstance(twin.added, Difference) or (twin.added and twin.added.magnitude and twin.added.transposed):
+                raise RecipeError(
+                    f"tensor '{tensor.name}' has shape {list(tensor.shape)} in '{base_name}' and {list(twin.shape)} in"
+                    f" '{name}', which is a delta or a DoRA adapter: they cannot be merged"
+                )
             tensors.append(self._fit_rows(tensor, twin))
             notes.append(_about_rows(tensor, base_name, twin, name))
         lineage = Lineage("fitted", sources=(expert.id, base.id))
@@ -260,19 +300,19 @@ class Fitter:
                 blocks.append(tensor.blocks[number])
             else:
                 blocks.append(self._compose(tensor, rows, number, (first, stop), dtype))
-        return Tensor(tensor.name, dtype, tensor.shape, tuple(blocks))
+        return Tensor(tensor.name, dtype, tensor.shape, tuple(blocks), twin.added)
 
     def _compose(self, tensor: Tensor, rows: _Rows, number: int, extent: tuple[int, int], dtype: DType) -> str:
         """Store the block in which the expert's rows end and the base's go on, and return its id."""
         first, stop = extent
         middle = min(max(rows.common, first), stop)
         below = bytes.fromhex(tensor.blocks[number] or "")
-        known = self._reader.read_with_root(below, Kind.BASE)
+        known = self.reader.read_with_root(below, Kind.BASE)
         raw = b""
         if middle > first:
             block = rows.tensor.blocks[number]
             assert block is not None
-            theirs = bytes(self._reader.read(bytes.fromhex(block), Kind.EXPERT, known))
+            theirs = bytes(self.reader.read(bytes.fromhex(block), Kind.EXPERT, known))
             raw = _cast(theirs[: (middle - first) * rows.tensor.dtype.itemsize], rows.tensor.dtype, dtype)
         raw += _cast(bytes(known[below])[(middle - first) * tensor.dtype.itemsize :], tensor.dtype, dtype)
         made = digest(raw)
@@ -304,7 +344,7 @@ class Fitter:
         return found
 
     def _read(self, blob: Blob) -> bytes:
-        return bytes(self._reader.read(bytes.fromhex(blob.block), Kind.METADATA))
+        return bytes(self.reader.read(bytes.fromhex(blob.block), Kind.METADATA))
 
     def _store_blob(self, data: bytes) -> Blob:
         block, writer = digest(data), self._writable()

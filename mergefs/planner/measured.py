@@ -12,9 +12,18 @@ from mergefs.blocks.reader import BlockReader, Depths, Kind, ReadCounter
 from mergefs.catalog.environment import Transaction
 from mergefs.errors import BudgetError
 from mergefs.hashing import Buffer
-from mergefs.manifest import Tensor
+from mergefs.manifest import LowRank, Tensor
+from mergefs.merge.expert import BaseBlock, ExpertReader, FactorCache, block_id, is_base_block, is_changed
 from mergefs.pipeline import available_cores, ordered
-from mergefs.statistics.measure import Collector, coarse_sample, measure_block, unchanged_block
+from mergefs.planner.plan import EXACT
+from mergefs.statistics.measure import (
+    BlockMeasure,
+    Collector,
+    coarse_sample,
+    measure_block,
+    measure_delta,
+    unchanged_block,
+)
 from mergefs.statistics.sample import positions
 from mergefs.statistics.stored import with_stored_bytes
 from mergefs.statistics.tensor import TensorStatistics, bin_value, load, products_key, statistics_key
@@ -29,10 +38,18 @@ class Measurer:
         base, experts: manifest ids.
         counter: where bytes are counted that have to be read because the catalog does not know.
         baseless: the base is the first expert, and its bytes count as an expert's.
+        factors: of adapters that have been read for this run.
     """
 
     def __init__(
-        self, store: Store, base: str, experts: tuple[str, ...], counter: ReadCounter, *, baseless: bool = False
+        self,
+        store: Store,
+        base: str,
+        experts: tuple[str, ...],
+        counter: ReadCounter,
+        *,
+        baseless: bool = False,
+        factors: FactorCache | None = None,
     ) -> None:
         self.block_elements = store.block_elements
         self._base_kind = Kind.EXPERT if baseless else Kind.BASE
@@ -40,6 +57,8 @@ class Measurer:
         self._base = base
         self._experts = experts
         self._reader = BlockReader(store.catalog, store.backend, counter)
+        self._expert_reader = ExpertReader(self._reader, store.block_elements, factors, keeps=True)
+        self._factors = factors
         self._spare: int | None = None
         self._cost: Callable[[int, str], int] = lambda expert, tensor: 0
         self._known: dict[str, dict[str, TensorStatistics]] = {}
@@ -138,16 +157,13 @@ class Measurer:
         return total
 
     def _multiply_block(self, tensor: Tensor, twins: list[Tensor], number: int) -> NDArray[np.float64]:
-        below = bytes.fromhex(tensor.blocks[number] or "")
-        known = self._reader.read_with_root(below, self._base_kind)
-        base = to_float(known[below], tensor.dtype)
+        below = self._below(tensor, number)
+        base = to_float(below.raw, tensor.dtype).astype(np.float64)
         vectors = np.zeros((1 + len(twins), base.size))
         vectors[0] = base
         for row, twin in enumerate(twins, start=1):
-            block = bytes.fromhex(twin.blocks[number] or "")
-            if block != below or twin.dtype is not tensor.dtype:
-                vectors[row] = to_float(self._reader.read(block, Kind.EXPERT, known), twin.dtype)
-                vectors[row] -= base
+            if is_changed(twin, tensor, number):
+                self._expert_reader.delta(twin, tensor, number, EXACT, below, base, vectors[row])
         return np.asarray(vectors @ vectors.T)
 
     def _of(self, expert: int) -> dict[str, TensorStatistics]:
@@ -160,34 +176,58 @@ class Measurer:
 
     def _affords(self, expert: int, tensor: str) -> bool:
         """Tell whether a tensor of an expert may be read, and take it from what is spare."""
-        if self._spare is not None:
+        if self._spare is not None and not self._is_factored(expert, tensor):
             cost = self._cost(expert, tensor)
             if cost > self._spare:
                 return False
             self._spare -= cost
         return True
 
+    def _is_factored(self, expert: int, name: str) -> bool:
+        """Tell whether a tensor is the base's and what an adapter adds, whose factors are read in any case."""
+        tensor = self._store.manifest(self._experts[expert]).tensor_by_name[name]
+        base = self._store.manifest(self._base).tensor_by_name[name]
+        blocks = range(len(base.blocks))
+        return isinstance(tensor.added, LowRank) and all(is_base_block(tensor, base, number) for number in blocks)
+
+    def _below(self, base: Tensor, number: int) -> BaseBlock:
+        """Read a block of the base."""
+        block = block_id(base, number)
+        known = self._reader.read_with_root(block, self._base_kind)
+        return BaseBlock(known[block], known)
+
     def _measure(self, identity: str, name: str) -> TensorStatistics:
         tensor = self._store.manifest(identity).tensor_by_name[name]
         twin = self._store.manifest(self._base).tensor_by_name[name]
         collector = Collector(tensor.elements)
-        for number, (first, stop) in enumerate(tensor.grid(self._store.block_elements).elements()):
-            sample = positions(tensor.elements, first, stop)
-            if tensor.blocks[number] == twin.blocks[number] and tensor.dtype is twin.dtype:
-                collector.add(unchanged_block(stop - first, sample))
-                continue
-            depths, base = self._pair(tensor, twin, number, sample)
-            root = base if depths.root is None else depths.root
-            collector.add(
-                measure_block(depths.raw, tensor.dtype, base, twin.dtype, first, sample),
-                depths.errors,
-                coarse_sample(depths.sampled, root, tensor.dtype, base, twin.dtype, sample),
-            )
+        extents = enumerate(tensor.grid(self._store.block_elements).elements())
+        for found in ordered(
+            lambda place: self._measure_block(tensor, twin, *place), extents, threads=available_cores(), window=4
+        ):
+            collector.add(*found)
         with self._store.catalog.read() as txn:
-            found = with_stored_bytes(txn, collector.finish(), tensor, twin)
+            statistics = with_stored_bytes(txn, collector.finish(), tensor, twin)
         key = statistics_key(identity, self._base, name)
-        self._store.catalog.write(lambda txn: txn.put("statistics", key, found.encode()))
-        return found
+        self._store.catalog.write(lambda txn: txn.put("statistics", key, statistics.encode()))
+        return statistics
+
+    def _measure_block(
+        self, tensor: Tensor, twin: Tensor, number: int, extent: tuple[int, int]
+    ) -> tuple[BlockMeasure, tuple[float, ...], NDArray[np.float32] | None]:
+        """Return what `Collector.add` takes of one block."""
+        first, stop = extent
+        sample = positions(tensor.elements, first, stop)
+        if not is_changed(tensor, twin, number):
+            return unchanged_block(stop - first, sample), (), None
+        if tensor.added is not None:
+            below = self._below(twin, number)
+            values = to_float(below.raw, twin.dtype)
+            delta = self._expert_reader.delta(tensor, twin, number, EXACT, below, values)
+            return measure_delta(delta, values, first, sample), (), None
+        depths, base = self._pair(tensor, twin, number, sample)
+        root = base if depths.root is None else depths.root
+        measure = measure_block(depths.raw, tensor.dtype, base, twin.dtype, first, sample)
+        return measure, depths.errors, coarse_sample(depths.sampled, root, tensor.dtype, base, twin.dtype, sample)
 
     def _search(self, identity: str, name: str, index: int, rank: int) -> np.float32:
         """Return the `rank`-th largest magnitude among those of one histogram bin, by reading the tensor."""
@@ -195,26 +235,21 @@ class Measurer:
         twin = self._store.manifest(self._base).tensor_by_name[name]
         inside = []
         for number in range(len(tensor.blocks)):
-            if tensor.blocks[number] == twin.blocks[number] and tensor.dtype is twin.dtype:
+            if not is_changed(tensor, twin, number):
                 continue
-            block, base = tensor.blocks[number], twin.blocks[number]
-            assert block is not None
-            assert base is not None
-            known = self._reader.read_with_root(bytes.fromhex(base), self._base_kind)
-            raw = self._reader.read(bytes.fromhex(block), Kind.EXPERT, known)
-            values = to_float(raw, tensor.dtype).astype(np.float32)
-            below = to_float(known[bytes.fromhex(base)], twin.dtype).astype(np.float32)
-            bits = np.abs(values - below).view(np.uint32)
+            below = self._below(twin, number)
+            values = to_float(below.raw, twin.dtype).astype(np.float32)
+            delta = self._expert_reader.delta(tensor, twin, number, EXACT, below, values)
+            bits = np.abs(delta).view(np.uint32)
             inside.append(bits[bits >> 16 == index])
         found = np.sort(np.concatenate(inside))
         return np.float32(found[len(found) - rank : len(found) - rank + 1].view(np.float32)[0])
 
     def _pair(self, tensor: Tensor, twin: Tensor, number: int, sample: NDArray[np.int64]) -> tuple[Depths, Buffer]:
         """Return one block of an expert at all depths, and the bytes of its base."""
-        base_block, block = twin.blocks[number], tensor.blocks[number]
-        assert base_block is not None
-        assert block is not None
-        base_id = bytes.fromhex(base_block)
-        known = self._reader.read_with_root(base_id, self._base_kind)
-        depths = self._reader.read_with_depths(bytes.fromhex(block), Kind.EXPERT, known, sample)
-        return depths, known[base_id]
+        below = self._below(twin, number)
+        block = block_id(tensor, number)
+        depths = self._reader.read_with_depths(block, Kind.EXPERT, below.known, sample)
+        if self._factors is not None:
+            self._factors.keep(block, depths.raw)
+        return depths, below.raw

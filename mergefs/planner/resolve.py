@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from mergefs.blocks.reader import Kind, ReadCounter
 from mergefs.errors import BudgetError, RecipeError
 from mergefs.manifest import Manifest, Tensor
+from mergefs.merge.expert import FactorCache
 from mergefs.merge.method import Method
 from mergefs.merge.span import Span, SpanMethod
 from mergefs.planner.aim import Aim
 from mergefs.planner.budget import parse_budget
-from mergefs.planner.candidates import Candidates, base_cost, find_candidates
+from mergefs.planner.candidates import Candidates, base_cost, factors_cost, find_candidates
 from mergefs.planner.choice import choose, make_frontier, planned_depths
 from mergefs.planner.frontier import Frontier
 from mergefs.planner.importance import block_weights
@@ -40,7 +41,8 @@ class Planned:
         experts: its experts' manifests.
         expert_raw_bytes: what a naive merge would read: the tensor bytes of all experts.
         budget_bytes: the budget in bytes, or None; with an error to be kept to, what that takes.
-        reference_bytes: physical bytes that are read of the first expert because deltas are taken from it.
+        reference_bytes: physical bytes that are read whatever is chosen: of the first expert where deltas are taken
+            from it, and of adapters.
         candidates: every changed expert block, and what it costs.
         depth: int64 for each: the depth to which it is read.
         quality: how much error is left at each depth; None where there was nothing to choose.
@@ -95,7 +97,16 @@ class Planned:
         return int(sizes[again].sum())
 
 
-def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: int, counter: ReadCounter) -> Planned:
+def make_plan(
+    store: Store,
+    recipe: Recipe,
+    models: Models,
+    aim: Aim,
+    *,
+    seed: int,
+    counter: ReadCounter,
+    factors: FactorCache | None = None,
+) -> Planned:
     """Resolve a recipe.
 
     Args:
@@ -106,6 +117,7 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
         seed: of random methods, and of the planner `hash`.
         counter: where metadata, and expert bytes read for statistics that are not known yet, are counted; its
             expert limit is set to the budget.
+        factors: where adapters' factors are kept that are read for statistics.
 
     Raises:
         RecipeError: when the models do not fit each other.
@@ -120,10 +132,11 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
     different, which = numbers_of_tensors(recipe, base)
     numbers = {name: different[number] for name, number in which.items()}
     draft = _draft(recipe, models, seed, different)
-    measured = Measurer(store, models.base, models.experts, counter, baseless=models.baseless)
+    measured = Measurer(store, models.base, models.experts, counter, baseless=models.baseless, factors=factors)
     found = find_candidates(store.catalog, base, experts, numbers, measured)
     weights = block_weights(found.tensors, store.block_elements, aim.importance)
     reference = base_cost(store.catalog, base) if models.baseless else 0
+    reference += factors_cost(store.catalog, experts, numbers)
     # Fitting the models may have read some of the experts.
     spent = counter.totals.expert
     room = None if limit is None else limit - spent
@@ -162,11 +175,17 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
             )
         for e, name in found.unknown:
             measured.statistics(e, name)
+        if room is not None and room < reference:
+            raise BudgetError(
+                f"a budget of {room} bytes is less than the {reference} bytes of the factors of its adapters, which are"
+                " always read: give more than that"
+            )
+        room = None if room is None else room - reference
         quality = _assess(store, recipe, draft, found, measured, drafts, weights)
         frontier = make_frontier(found, quality, aim, room, seed)
         budgeted = partial(make_frontier, found, quality, replace(aim, max_error=None), room, seed)
-        depth, room = choose(found, quality, frontier, aim, room, budgeted)
-        limit = room + spent
+        depth, room = choose(found, quality, frontier, aim, room, budgeted, reference + spent)
+        limit = room + reference + spent
         counter.limit_expert(limit)
     digits = found.digits(depth)
     tensors = tuple(

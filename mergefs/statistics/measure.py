@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float, unsigned
 from mergefs.blocks.tiers.layout import COARSE_TIERS
-from mergefs.dtypes import DType
+from mergefs.dtypes import DTYPES, DType
 from mergefs.hashing import Buffer, Hasher
 from mergefs.statistics.sample import from_bfloat16, to_bfloat16
 from mergefs.statistics.tensor import (
@@ -104,6 +105,20 @@ def measure_block(
     )
 
 
+def measure_delta(delta: NDArray[Any], base: NDArray[Any], first: int, sample: NDArray[np.int64]) -> BlockMeasure:
+    """Measure a block's delta that is not the difference of two stored blocks.
+
+    Args:
+        delta, base: float32[n] or float64[n]: the delta, and the base's elements.
+        first, sample: see `measure_block`.
+    """
+    single = delta.astype(np.float32, copy=False)
+    found = measure_block(single.tobytes(), DTYPES["F32"], bytes(4 * single.size), DTYPES["F32"], first, sample)
+    with np.errstate(over="ignore", invalid="ignore"):
+        inner = float(single.astype(np.float64) @ base.astype(np.float64))
+    return replace(found, inner=inner if np.isfinite(inner) else 0.0, unchanged=0)
+
+
 def coarse_sample(
     sampled: NDArray[np.float32] | None,
     root: Buffer,
@@ -182,7 +197,7 @@ class Collector:
         """Return the tensor's statistics, without the bytes that its blocks take (see `with_bytes`)."""
         bins = np.flatnonzero(self._histogram).astype("<u2")
         counts = self._histogram[bins]
-        magnitudes = np.sort(np.concatenate(self._inexact)) if self._inexact else np.empty(0, np.uint32)
+        magnitudes = np.concatenate([np.empty(0, np.uint32), *self._inexact])
         inexact = np.bincount(magnitudes >> 16, minlength=1 << 15)[bins].astype("<u8")
         if self._inexact_count > _INEXACT_LIMIT:
             inexact = np.where(inexact > 0, counts, 0).astype("<u8")
@@ -196,7 +211,13 @@ class Collector:
         )
         ranks, thresholds = [], []
         if self._inexact_count <= _INEXACT_LIMIT:
-            for rank in sorted({trim_rank(density, self._elements) for density in DENSITIES}):
+            wanted = sorted({trim_rank(density, self._elements) for density in DENSITIES})
+            places = [where[0] for where in map(found.bin_of_rank, wanted) if where is not None]
+            # Only the bins that a threshold lies in have to be sorted.
+            sought = np.zeros(1 << 15, bool)
+            sought[bins[places]] = True
+            magnitudes = np.sort(magnitudes[sought[magnitudes >> 16]])
+            for rank in wanted:
                 where = found.bin_of_rank(rank)
                 if where is not None and where[1] <= int(inexact[where[0]]):
                     end = int(np.searchsorted(magnitudes, (int(bins[where[0]]) + 1) << 16))

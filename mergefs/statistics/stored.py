@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 import numpy as np
 
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import Location, get_location, get_tiers
-from mergefs.manifest import Manifest, Tensor
+from mergefs.manifest import Difference, LowRank, Manifest, Tensor
 from mergefs.statistics.tensor import TensorStatistics, statistics_key
 
 
@@ -18,11 +20,61 @@ def with_stored_bytes(txn: Transaction, statistics: TensorStatistics, tensor: Te
         statistics: of the expert's tensor against the base's.
         tensor, twin: the expert's and the base's.
     """
-    found = {}
-    for number, (block, below) in enumerate(zip(tensor.blocks, twin.blocks, strict=True)):
-        if block is not None and below is not None and (block != below or tensor.dtype is not twin.dtype):
-            found[number] = tier_bytes(txn, get_tiers(txn, bytes.fromhex(block)), bytes.fromhex(below))
-    return statistics.with_bytes(found)
+    found = ((number, block_bytes(txn, tensor, twin, number)) for number in range(len(tensor.blocks)))
+    return statistics.with_bytes({number: sizes for number, sizes in found if sizes is not None})
+
+
+def block_bytes(txn: Transaction, tensor: Tensor, twin: Tensor, number: int) -> tuple[int, ...] | None:
+    """Return what reading each tier of an expert's block takes; None where it is the base's.
+
+    What is added to a tensor makes it one tier. An adapter's factors are not in it: they are read for the tensor, not
+    for a block (see `factor_bytes`). Such a block counts at least one byte, as that tells it from one that is the
+    base's.
+
+    Args:
+        txn: a transaction that sees the blocks of both.
+        tensor, twin: the expert's and the base's.
+        number: of the block.
+    """
+    block, below = tensor.blocks[number], twin.blocks[number]
+    if block is None or below is None:
+        return None
+    same = block == below and tensor.dtype is twin.dtype
+    own = () if same else tier_bytes(txn, get_tiers(txn, bytes.fromhex(block)), bytes.fromhex(below))
+    match tensor.added:
+        case None:
+            return None if same else own
+        case LowRank():
+            return (max(1, sum(own)),)
+        case Difference(difference):
+            tiers = get_tiers(txn, bytes.fromhex(difference.blocks[number] or ""))
+            added = tier_bytes(txn, tiers, bytes.fromhex(below))
+            return (max(1, sum(own) + sum(added)),)
+
+
+def factor_bytes(txn: Transaction, experts: Iterable[tuple[Manifest, Container[str]]]) -> int:
+    """Return what reading all factors of adapters takes; see `factor_tiers`."""
+    return sum(sum(tier_bytes(txn, tiers, b"")) for tiers in factor_tiers(txn, experts))
+
+
+def factor_tiers(txn: Transaction, experts: Iterable[tuple[Manifest, Container[str]]]) -> list[tuple[Location, ...]]:
+    """Return where the blocks of all factors of adapters lie, each as often as it is read once.
+
+    Args:
+        txn: sees their blocks.
+        experts: each with the names of the tensors that are read of it.
+    """
+    found: dict[object, LowRank] = {}
+    for expert, names in experts:
+        for tensor in expert.tensors:
+            if isinstance(tensor.added, LowRank) and tensor.name in names:
+                found[tensor.added.key] = tensor.added
+    return [
+        get_tiers(txn, bytes.fromhex(block or ""))
+        for added in found.values()
+        for part in added.tensors
+        for block in part.blocks
+    ]
 
 
 def refresh_stored_bytes(txn: Transaction, expert: Manifest, base: Manifest) -> None:

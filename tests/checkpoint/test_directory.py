@@ -210,14 +210,27 @@ def test_pickled_weights(tmp_path: Path) -> None:
     assert "does not read" in message
 
 
-@pytest.mark.parametrize(
-    "names",
-    [["adapter_model.safetensors"], ["adapter_config.json"], ["adapter_config.json", "x.safetensors"]],
-)
-def test_an_adapter(tmp_path: Path, names: list[str]) -> None:
-    for name in names:
+def test_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(weights("lora_A"))
+    (tmp_path / "other.safetensors").write_bytes(b"opaque")
+    found = open_checkpoint(tmp_path)
+    assert found.is_adapter
+    assert [file.path for file in found.weights] == ["adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("names", [["adapter_model.bin"], ["x.safetensors"], []])
+def test_an_adapter_without_its_weights(tmp_path: Path, names: list[str]) -> None:
+    for name in ("adapter_config.json", *names):
         (tmp_path / name).write_bytes(weights("lora_A"))
-    assert f"{tmp_path} is an adapter (LoRA or another), which mergefs does not support yet" in refusal(tmp_path)
+    message = refusal(tmp_path)
+    assert f"{tmp_path} is an adapter (LoRA or another) without adapter_model.safetensors" in message
+    assert "no pickled weights" in message
+
+
+def test_an_adapter_without_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(weights("lora_A"))
+    assert "and no adapter_config.json, which says what they mean" in refusal(tmp_path)
 
 
 def test_several_weight_files_without_an_index(tmp_path: Path) -> None:
