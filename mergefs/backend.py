@@ -23,6 +23,11 @@ class Backend(ABC):
             FileNotFoundError: when there is no such object.
         """
 
+    def expect(self, name: str, offset: int, size: int) -> None:
+        """Note that these bytes will be asked for soon; they may be fetched meanwhile. Nothing happens when there is no
+        such object."""
+        return
+
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
         """Store an object durably and all at once; an object that exists already is left as it is."""
@@ -75,6 +80,17 @@ class LocalBackend(Backend):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             wanted = os.fstat(descriptor).st_size - offset if size is None else size
             return _read_at(descriptor, offset, max(0, wanted))
+        finally:
+            os.close(descriptor)
+
+    def expect(self, name: str, offset: int, size: int) -> None:
+        """See `Backend.expect`: the kernel reads them into its cache while we go on."""
+        try:
+            descriptor = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)
 

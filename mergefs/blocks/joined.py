@@ -31,6 +31,7 @@ class _Run:
         waiting: payloads that nobody has taken yet.
         data: the bytes, once they are read.
         lock: held while they are being read.
+        following: the next run in the pack, which is fetched while this one is used.
     """
 
     pack: bytes
@@ -39,6 +40,7 @@ class _Run:
     waiting: int = 0
     data: bytes | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    following: _Run | None = None
 
 
 class JoinedReads:
@@ -75,7 +77,10 @@ class JoinedReads:
             widest = 0 if location.pack in apart else LARGEST_GAP
             joins = run is not None and 0 <= gap <= widest and stop - run.start <= longest
             if run is None or not joins or (spare is not None and gap > spare):
-                run = open_runs[location.pack] = _Run(location.pack, record.offset, stop)
+                before, run = run, _Run(location.pack, record.offset, stop)
+                open_runs[location.pack] = run
+                if before is not None:
+                    before.following = run
             elif spare is not None:
                 spare -= gap
             run.stop = stop
@@ -101,6 +106,9 @@ class JoinedReads:
             if run.data is None:
                 count(run.stop - run.start)
                 run.data = self._backend.get(pack_name(run.pack), run.start, run.stop - run.start)
+                if run.following is not None:
+                    soon, run.following = run.following, None
+                    self._backend.expect(pack_name(soon.pack), soon.start, soon.stop - soon.start)
             data = run.data
             run.waiting -= 1
             if run.waiting == 0:

@@ -141,6 +141,12 @@ class BlockReader:
         record = locations[0].record
         return self._decoded(record, payloads, self._base(record, kind, known))
 
+    def expect(self, block: bytes) -> None:
+        """Note that a block will be read soon, so that its payload may be fetched meanwhile; see `Backend.expect`."""
+        location = self._catalog.locate(block)
+        if location is not None:
+            self._backend.expect(pack_name(location.pack), location.record.offset, location.record.length)
+
     def read_with_depths(
         self, block: bytes, kind: Kind, known: Mapping[bytes, Buffer] | None, sample: NDArray[np.int64]
     ) -> Depths:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
@@ -201,7 +201,7 @@ class Run:
         sources = self._sources(jobs)
         results = ordered(
             lambda job: self._derive(writer, sources, job),
-            jobs,
+            self._expected(jobs),
             threads=self._threads,
             window=2 * self._threads + 2,
         )
@@ -214,6 +214,14 @@ class Run:
         writer.flush()
         shared = sum(len(ids) for ids in blocks.values()) - derived - remembered
         return self._publish(manifest, writer, BlockCounts(shared, derived, 0, remembered), figures)
+
+    def _expected(self, jobs: list[_Job]) -> Iterator[_Job]:
+        """Yield the jobs, having their base blocks fetched while those before are worked on."""
+        for job in jobs:
+            block = job.tensor.blocks[job.number]
+            if block is not None:
+                self._reader.expect(bytes.fromhex(block))
+            yield job
 
     def is_derived(self, tensor: Tensor, number: int) -> bool:
         """Tell whether `eager` derived a block, rather than taking one that was stored."""
