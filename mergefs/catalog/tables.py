@@ -26,6 +26,7 @@ TABLES = (
     "statistics",
     "thresholds",
     "products",
+    "facts",
     "checksums",
     "leases",
     "claims",
@@ -58,6 +59,11 @@ class Catalog:
         """Make an empty catalog in a new folder."""
         path.mkdir(mode=0o700)
         return cls(path)
+
+    @property
+    def readonly(self) -> bool:
+        """Whether nothing can be entered."""
+        return self._environment.readonly
 
     def close(self) -> None:
         """Give the environment back."""

@@ -6,6 +6,7 @@ order, on any thread, any number of times.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mergefs.hashing import Buffer
 from mergefs.manifest import Manifest, Tensor
 from mergefs.merge import registry
 from mergefs.merge.method import BlockInputs
+from mergefs.merge.passes import find_facts
 from mergefs.merge.sources import BaseBlock, DeltaIterator, Sources, wants_double
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
 
@@ -60,7 +62,9 @@ def merged_values(sources: Sources, tensor: Tensor, number: int, base: BaseBlock
     first, _ = tensor.grid(sources.base.block_elements).extent(number)
     numbers = plan.numbers_of(planned)
     return registry.method(plan.method).merge(
-        BlockInputs(plan, planned, numbers, values, deltas, experts, first, tensor.shape)
+        BlockInputs(
+            plan, planned, numbers, values, deltas, experts, first, tensor.shape, partial(find_facts, sources, tensor)
+        )
     )
 
 

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.merge.parameters import ParameterSpec, Scalar
 from mergefs.planner.plan import Numbers, Plan, TensorPlan
 from mergefs.statistics.tensor import trim_rank
+
+if TYPE_CHECKING:
+    from mergefs.merge.passes import Facts
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole tensor, as a method may ask about it when it is planned.
+
+    Attributes:
+        shape: of the tensor.
+        experts: how many there are.
+        with_base: whether the recipe names the base.
+        changed: whether any expert differs from the base here.
+        content: a number that stands for the tensor's content in all models.
+        products: returns the inner products of the base and the experts' deltas, float64[1 + K, 1 + K].
+        facts: returns what a measurement of the method's own finds.
+    """
+
+    shape: tuple[int, ...]
+    experts: int
+    with_base: bool
+    changed: bool
+    content: int
+    products: Callable[[], NDArray[np.float64]]
+    facts: Facts
 
 
 @dataclass(frozen=True)
@@ -26,6 +53,8 @@ class BlockInputs:
         experts: which experts those are.
         first: the number of the block's first element in its tensor.
         shape: of the tensor.
+        facts: returns what a measurement of the method's own finds, where that is too much for a plan; None where only
+            a sample is merged.
     """
 
     plan: Plan
@@ -36,6 +65,7 @@ class BlockInputs:
     experts: tuple[int, ...]
     first: int
     shape: tuple[int, ...]
+    facts: Facts | None = None
 
 
 class Method(ABC):
@@ -72,13 +102,22 @@ class Method(ABC):
         """
         return
 
+    def factors(self, numbers: Numbers, whole: Whole) -> tuple[float, ...]:
+        """Return what the plan of a tensor holds for this method; see `TensorPlan.factors`.
+
+        Raises:
+            RecipeError: when the tensor has no result.
+            BudgetError: when that is not known yet, and the tensor may not be read for it.
+        """
+        return ()
+
     def taken(self, numbers: Numbers) -> int | None:
         """Return which expert's tensor the result is as it stands; None where it has to be computed."""
         return None
 
     def base_scale(self, numbers: Numbers, tensor: TensorPlan) -> float:
         """Return the factor of the base's elements in a tensor, of which the depths do not matter: 1 unless the method
-        is an unnormalised average."""
+        is an unnormalised average. Near 1 where it is not the same for all elements."""
         return 1.0
 
     def coefficients(self, numbers: Numbers, tensor: TensorPlan) -> tuple[float, ...]:

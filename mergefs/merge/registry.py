@@ -9,8 +9,11 @@ from mergefs.errors import RecipeError
 from mergefs.merge.breadcrumbs import Breadcrumbs, BreadcrumbsTies
 from mergefs.merge.dare import DareLinear, DareTies
 from mergefs.merge.della import Della, DellaLinear
+from mergefs.merge.fusion import ArceeFusion
 from mergefs.merge.linear import Linear, TaskArithmetic
 from mergefs.merge.method import Method
+from mergefs.merge.ram import Ram, RamPlusTl
+from mergefs.merge.sce import Sce
 from mergefs.merge.single import NearSwap, Passthrough
 from mergefs.merge.spherical import Karcher, ModelStock, MultiSlerp, NuSlerp, Slerp
 from mergefs.merge.ties import Ties
@@ -34,6 +37,10 @@ _METHODS: dict[str, Method] = {
         BreadcrumbsTies(),
         Della(),
         DellaLinear(),
+        Sce(),
+        Ram(),
+        RamPlusTl(),
+        ArceeFusion(),
         NearSwap(),
         Passthrough(),
     )

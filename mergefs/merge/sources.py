@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,11 @@ class BaseBlock:
 class Sources:
     """The models of a plan, opened for reading. Safe to use from many threads.
 
+    Attributes:
+        catalog: of the repository.
+        known_facts: facts about whole tensors that were looked up last; see `merge.passes`.
+        facts_lock: to be held while looking facts up.
+
     Args:
         plan: what is to be merged.
         base: the base's manifest.
@@ -44,6 +51,9 @@ class Sources:
         self.plan = plan
         self.base = base
         self.experts = experts
+        self.catalog = reader.catalog
+        self.known_facts: OrderedDict[bytes, NDArray[np.float64]] = OrderedDict()
+        self.facts_lock = threading.Lock()
         self._reader = reader
         self._base_kind = Kind.EXPERT if plan.baseless else Kind.BASE
 

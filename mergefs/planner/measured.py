@@ -39,7 +39,7 @@ class Measurer:
         self._store = store
         self._base = base
         self._experts = experts
-        self._reader = BlockReader(store.catalog, store.backend, counter)
+        self.reader = BlockReader(store.catalog, store.backend, counter)
         self._spare: int | None = None
         self._cost: Callable[[int, str], int] = lambda expert, tensor: 0
         self._known: dict[str, dict[str, TensorStatistics]] = {}
@@ -126,6 +126,19 @@ class Measurer:
         self._store.catalog.write(keep)
         return found
 
+    def allow_pass(self, tensor: str) -> None:
+        """Take from what may be read what reading a tensor of all experts takes.
+
+        Raises:
+            BudgetError: when that is too much.
+        """
+        for expert in range(len(self._experts)):
+            if not self._affords(expert, tensor):
+                raise BudgetError(
+                    f"this method needs to know more of the whole tensor '{tensor}', which has not been measured yet:"
+                    " merge once without a budget, which keeps it"
+                )
+
     def _multiply(self, tensor: Tensor) -> NDArray[np.float64]:
         """Return the products of a tensor by reading it."""
         twins = [self._store.manifest(expert).tensor_by_name[tensor.name] for expert in self._experts]
@@ -139,14 +152,14 @@ class Measurer:
 
     def _multiply_block(self, tensor: Tensor, twins: list[Tensor], number: int) -> NDArray[np.float64]:
         below = bytes.fromhex(tensor.blocks[number] or "")
-        known = self._reader.read_with_root(below, self._base_kind)
+        known = self.reader.read_with_root(below, self._base_kind)
         base = to_float(known[below], tensor.dtype)
         vectors = np.zeros((1 + len(twins), base.size))
         vectors[0] = base
         for row, twin in enumerate(twins, start=1):
             block = bytes.fromhex(twin.blocks[number] or "")
             if block != below or twin.dtype is not tensor.dtype:
-                vectors[row] = to_float(self._reader.read(block, Kind.EXPERT, known), twin.dtype)
+                vectors[row] = to_float(self.reader.read(block, Kind.EXPERT, known), twin.dtype)
                 vectors[row] -= base
         return np.asarray(vectors @ vectors.T)
 
@@ -200,8 +213,8 @@ class Measurer:
             block, base = tensor.blocks[number], twin.blocks[number]
             assert block is not None
             assert base is not None
-            known = self._reader.read_with_root(bytes.fromhex(base), self._base_kind)
-            raw = self._reader.read(bytes.fromhex(block), Kind.EXPERT, known)
+            known = self.reader.read_with_root(bytes.fromhex(base), self._base_kind)
+            raw = self.reader.read(bytes.fromhex(block), Kind.EXPERT, known)
             values = to_float(raw, tensor.dtype).astype(np.float32)
             below = to_float(known[bytes.fromhex(base)], twin.dtype).astype(np.float32)
             bits = np.abs(values - below).view(np.uint32)
@@ -215,6 +228,6 @@ class Measurer:
         assert base_block is not None
         assert block is not None
         base_id = bytes.fromhex(base_block)
-        known = self._reader.read_with_root(base_id, self._base_kind)
-        depths = self._reader.read_with_depths(bytes.fromhex(block), Kind.EXPERT, known, sample)
+        known = self.reader.read_with_root(base_id, self._base_kind)
+        depths = self.reader.read_with_depths(bytes.fromhex(block), Kind.EXPERT, known, sample)
         return depths, known[base_id]

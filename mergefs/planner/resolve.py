@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.reader import Kind, ReadCounter
 from mergefs.errors import BudgetError, RecipeError
+from mergefs.hashing import digest
 from mergefs.manifest import Manifest, Tensor
-from mergefs.merge.method import Method
-from mergefs.merge.span import Span, SpanMethod
+from mergefs.merge.method import Method, Whole
+from mergefs.merge.passes import changed_blocks, find_facts
+from mergefs.merge.sources import Sources
 from mergefs.planner.aim import Aim
 from mergefs.planner.budget import parse_budget
 from mergefs.planner.candidates import Candidates, base_cost, find_candidates
@@ -28,6 +30,9 @@ from mergefs.planner.quality import Quality, assess
 from mergefs.planner.simulation import Simulation
 from mergefs.recipe import Recipe
 from mergefs.store import Store
+
+_CONTENT_BYTES = 6
+"""Of a hash: as many as a float64 holds as an integer."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +140,14 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
         for number, tensor in enumerate(found.tensors)
         if found.of_tensor(number).start < found.of_tensor(number).stop
     }
+    sources = Sources(draft, base, experts, measured.reader)
     drafts = {
         tensor.name: TensorPlan(
             tensor.name,
             (),
             cuts.get(tensor.name, ((), ()))[0],
             which[tensor.name],
-            _factors(recipe, numbers[tensor.name], measured, tensor),
+            _factors(recipe, numbers[tensor.name], measured, sources, tensor),
             cuts.get(tensor.name, ((), ()))[1],
         )
         for tensor in found.tensors
@@ -228,12 +234,23 @@ def _draft(recipe: Recipe, models: Models, seed: int, numbers: tuple[Numbers, ..
     )
 
 
-def _factors(recipe: Recipe, numbers: Numbers, measured: Measurer, tensor: Tensor) -> tuple[float, ...]:
+def _factors(
+    recipe: Recipe, numbers: Numbers, measured: Measurer, sources: Sources, tensor: Tensor
+) -> tuple[float, ...]:
+    twins = [tensor, *(expert.tensor_by_name[tensor.name] for expert in sources.experts)]
+    content = digest("\0".join(f"{twin.dtype.name} {twin.blocks}" for twin in twins).encode())
+    whole = Whole(
+        tensor.shape,
+        len(sources.experts),
+        recipe.base_model is not None,
+        any(mine.strip("0") for mine in changed_blocks(sources, tensor)),
+        int.from_bytes(content[:_CONTENT_BYTES]),
+        partial(measured.products, tensor),
+        partial(find_facts, sources, tensor, allow=partial(measured.allow_pass, tensor.name)),
+    )
     try:
         recipe.method.check(numbers, tensor.shape, measured.block_elements)
-        if not isinstance(recipe.method, SpanMethod):
-            return ()
-        return recipe.method.factors(numbers, Span(measured.products(tensor), recipe.base_model is not None))
+        return recipe.method.factors(numbers, whole)
     except RecipeError as error:
         raise RecipeError(f"tensor '{tensor.name}': {error}") from error
 
