@@ -180,7 +180,8 @@ def sce(case: Case) -> Merged:
         variance = deltas.var(axis=0)
         count = int(np.count_nonzero(variance) * share)
         threshold = float(np.sort(variance, axis=None)[-count]) if count else np.inf
-        chosen, tied = variance >= threshold, at(variance, threshold)
+        # All that equal the last one are selected, and count for the weights; they are equal but for rounding.
+        chosen, tied = variance >= threshold * (1 - CLOSE / 10), at(variance, threshold)
     deltas = deltas * chosen
     weights = (deltas**2).reshape(len(deltas), -1).mean(axis=1)
     total = weights.sum()
@@ -399,6 +400,11 @@ def rounded(values: Values) -> NDArray[np.int64]:
     single = _shortened(_shortened(np.asarray(values, np.float64), 44), 8).astype(np.float32)
     bits = single.view(np.uint32).astype(np.int64) >> 16
     return np.where(bits & 0x8000, -(bits & 0x7FFF), bits)
+
+
+def near_halfway(values: Values) -> Where:
+    """Tell which values lie so near the middle between two bf16 numbers that float32 cannot tell on which side."""
+    return rounded(values * (1 - 2.0**-22)) != rounded(values * (1 + 2.0**-22))
 
 
 def _shortened(values: Values, bits: int) -> Values:
