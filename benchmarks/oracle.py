@@ -66,8 +66,12 @@ class Merged:
 
 
 def linear(case: Case) -> Merged:
-    total = sum(w * x for w, x in zip(case.weights, case.experts, strict=True))
-    return Merged(total / (sum(case.weights) if case.flag("normalize", True) else 1.0))
+    weights, models = case.weights, list(case.experts)
+    if case.base is not None and "weight" in case.shared:
+        # A base that is named takes part, with the weight that is given for all.
+        weights, models = [float(case.shared["weight"])] * (1 + len(models)), [*models, case.base]
+    total = sum(w * x for w, x in zip(weights, models, strict=True))
+    return Merged(total / (sum(weights) if case.flag("normalize", True) else 1.0))
 
 
 def added(case: Case, parts: Sequence[Values], tied: Where, *, normalize: bool) -> Merged:
@@ -119,6 +123,17 @@ def trimmed(case: Case) -> tuple[list[Values], Where]:
         parts.append(np.where(magnitude >= threshold, delta, 0.0))
         tied |= at(magnitude, threshold)
     return parts, tied
+
+
+def rescaled(case: Case, trimmed: tuple[list[Values], Where]) -> tuple[list[Values], Where]:
+    """What was trimmed, with `rescale` each with the L1 norm that it had."""
+    if not case.flag("rescale", False):
+        return trimmed
+    parts = []
+    for part, delta in zip(trimmed[0], case.deltas, strict=True):
+        before, after = np.abs(delta).sum(), np.abs(part).sum()
+        parts.append(part * (before / after) if min(before, after) >= 1e-7 else part)
+    return parts, trimmed[1]
 
 
 def crumbs(case: Case) -> tuple[list[Values], Where]:
@@ -340,11 +355,11 @@ def passthrough(case: Case) -> Merged:
 METHODS: dict[str, Callable[[Case], Merged]] = {
     "linear": linear,
     "task_arithmetic": task_arithmetic,
-    "ties": lambda case: elected(case, *trimmed(case), normalize=True),
+    "ties": lambda case: elected(case, *rescaled(case, trimmed(case)), normalize=True),
     "dare_linear": lambda case: added(case, *dropped(case), normalize=False),
     "dare_ties": lambda case: elected(case, *dropped(case), normalize=False),
-    "breadcrumbs": lambda case: added(case, *crumbs(case), normalize=False),
-    "breadcrumbs_ties": lambda case: elected(case, *crumbs(case), normalize=False),
+    "breadcrumbs": lambda case: added(case, *rescaled(case, crumbs(case)), normalize=False),
+    "breadcrumbs_ties": lambda case: elected(case, *rescaled(case, crumbs(case)), normalize=False),
     "della": lambda case: elected(case, *pruned(case), normalize=True),
     "della_linear": lambda case: added(case, *pruned(case), normalize=False),
     "sce": sce,

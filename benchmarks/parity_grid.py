@@ -80,8 +80,9 @@ _UNEVEN = (0.5, 0.3, 0.2)
 _SIGNED = (0.7, -0.4, 1.3)
 
 GRID: tuple[Asked, ...] = (
-    Asked("linear", _weighted(*_EVEN)),
-    Asked("linear", _weighted(*_UNEVEN), {"normalize": False}),
+    Asked("linear", _weighted(*_EVEN), with_base=False),
+    Asked("linear", _weighted(*_UNEVEN), {"normalize": False}, with_base=False),
+    Asked("linear", ({}, {}), {"weight": 0.5, "density": 0.5}),
     Asked("linear", _weighted(*_SIGNED), with_base=False),
     Asked("task_arithmetic", _weighted(*_UNEVEN)),
     Asked("task_arithmetic", _weighted(*_SIGNED), {"normalize": True, "lambda": 0.8}),
@@ -89,9 +90,11 @@ GRID: tuple[Asked, ...] = (
     Asked("ties", _weighted(*_UNEVEN, density=(0.2, 0.333, 0.9)), {"normalize": False, "lambda": 1.1}),
     Asked("ties", _weighted(*_SIGNED, density=1.0)),
     Asked("ties", _weighted(*_UNEVEN, density=(0.0, 0.05, 1.0))),
+    Asked("ties", _weighted(*_UNEVEN, density=(0.2, 0.333, 1.0)), {"rescale": True}),
     Asked("breadcrumbs", _weighted(*_EVEN, density=0.9, gamma=0.01)),
+    Asked("breadcrumbs", _weighted(*_UNEVEN, density=0.5, gamma=0.05), {"rescale": True}),
     Asked("breadcrumbs", _weighted(*_UNEVEN, density=(0.5, 0.95, 0.3), gamma=0.1), {"normalize": True}),
-    Asked("breadcrumbs_ties", _weighted(*_EVEN, density=0.9, gamma=0.05)),
+    Asked("breadcrumbs_ties", _weighted(*_EVEN, density=0.9, gamma=0.05), {"rescale": True}),
     Asked("breadcrumbs_ties", _weighted(*_UNEVEN, density=0.4, gamma=0.02), {"lambda": 1.3}),
     Asked("dare_linear", _weighted(*_UNEVEN, density=0.5)),
     Asked("dare_linear", _weighted(*_UNEVEN, density=0.3), {"rescale": False, "normalize": True}),
@@ -104,7 +107,7 @@ GRID: tuple[Asked, ...] = (
     Asked("della", _weighted(*_UNEVEN, density=1.0)),
     Asked("della_linear", _weighted(*_UNEVEN, density=0.6, epsilon=0.15)),
     Asked("della_linear", _weighted(*_UNEVEN, density=1.0)),
-    Asked("slerp", ({},), {"t": 0.3}),
+    Asked("slerp", ({},), {"t": 0.3, "normalize": True}),
     Asked("slerp", ({},), {"t": 0.75}),
     Asked("nuslerp", _weighted(1.0, 3.0), with_base=False),
     Asked("nuslerp", _weighted(0.4, 0.6)),

@@ -28,6 +28,7 @@ class Whole:
         with_base: whether the recipe names the base.
         changed: whether any expert differs from the base here.
         content: a number that stands for the tensor's content in all models.
+        cuts: the tensor's thresholds and ceilings; see `TensorPlan`.
         products: returns the inner products of the base and the experts' deltas, float64[1 + K, 1 + K].
         facts: returns what a measurement of the method's own finds.
     """
@@ -37,6 +38,7 @@ class Whole:
     with_base: bool
     changed: bool
     content: int
+    cuts: tuple[tuple[float, ...], tuple[float, ...]]
     products: Callable[[], NDArray[np.float64]]
     facts: Facts
 
@@ -75,6 +77,7 @@ class Method(ABC):
         name: as in a recipe's `merge_method`.
         parameters: what a recipe may give it.
         needs_base: whether a recipe has to name a `base_model`.
+        base_is_model: whether a base that is named is a model among the others, with parameters of its own.
         is_random: whether the seed matters.
         trims: whether deltas are trimmed at thresholds that the plan holds; see `kept`.
         fewest, most: how many models it can merge, the base not counted where it has to be named.
@@ -84,6 +87,7 @@ class Method(ABC):
     name: ClassVar[str]
     parameters: ClassVar[Mapping[str, ParameterSpec]]
     needs_base: ClassVar[bool] = True
+    base_is_model: ClassVar[bool] = False
     is_random: ClassVar[bool] = False
     trims: ClassVar[bool] = False
     decides: ClassVar[bool] = True

@@ -52,6 +52,11 @@ def names() -> tuple[str, ...]:
     return (*_METHODS, *(name for name in _entry_points() if name not in _METHODS))
 
 
+def parameters() -> frozenset[str]:
+    """Return the names of all parameters that mergefs's own methods have."""
+    return frozenset(name for known in _METHODS.values() for name in known.parameters)
+
+
 def method(name: str) -> Method:
     """Return a method.
 

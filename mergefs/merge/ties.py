@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.merge.method import BlockInputs, Method
-from mergefs.merge.parameters import DENSITY, OF_DELTAS, ON
+from mergefs.merge.method import BlockInputs
+from mergefs.merge.parameters import DENSITY, OF_DELTAS, OFF, ON
+from mergefs.merge.trimming import TrimmingMethod, trim
 
 
 def elect(inputs: BlockInputs, weights: tuple[float, ...], thresholds: tuple[float, ...]) -> NDArray[Any]:
@@ -32,14 +33,16 @@ def elect(inputs: BlockInputs, weights: tuple[float, ...], thresholds: tuple[flo
     return out
 
 
-class Ties(Method):
+class Ties(TrimmingMethod):
     """Deltas are trimmed below the magnitude that leaves `density` of the tensor's elements (at least one);
     elements equal to that magnitude are all kept."""
 
     name = "ties"
-    parameters: ClassVar = {**OF_DELTAS, "density": DENSITY, "normalize": ON}
-    trims = True
+    parameters: ClassVar = {**OF_DELTAS, "density": DENSITY, "normalize": ON, "rescale": OFF}
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
+        if inputs.tensor.factors:
+            trim(inputs)
+            return elect(inputs, inputs.numbers.weights, ())
         return elect(inputs, inputs.numbers.weights, inputs.tensor.thresholds)
