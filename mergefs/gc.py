@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mergefs.blocks.pack import Record, pack_name
 from mergefs.catalog.environment import Transaction
+from mergefs.catalog.facts import facts_of
 from mergefs.catalog.leases import claims, end_dead, leases
 from mergefs.catalog.tables import Location, closure, get_manifest, locations, ref_entries
 from mergefs.errors import CorruptionError
@@ -259,6 +260,8 @@ class _Collection:
         for entry in [entry for entry, _ in self._txn.items("products")] if gone else ():
             if not gone.isdisjoint((entry[:32], entry[32:64], entry[64:96])):
                 self._txn.delete("products", entry)
+        for entry in list(facts_of(self._txn, gone)) if gone else ():
+            self._txn.delete("facts", entry)
         return len(dead)
 
     def _sweep_objects(self, manifests: set[str], plans: set[str]) -> int:

@@ -34,6 +34,7 @@ class Recipe:
         own: for each model, what the recipe gives for it alone.
         given: what the recipe gives for all models.
         dtype: the output dtype's safetensors name, or None for the base's.
+        ignored: parameters of other methods that the recipe gives; this method has none of their names.
         text: the YAML as given.
     """
 
@@ -43,6 +44,7 @@ class Recipe:
     own: tuple[Mapping[str, Setting], ...]
     given: Mapping[str, Setting]
     dtype: str | None
+    ignored: tuple[str, ...]
     text: str
 
     @classmethod
@@ -78,21 +80,26 @@ class Recipe:
             base = _model_name(base, where)
         if method.needs_base and base is None:
             raise RecipeError(f"{where}: {method.name} needs a base_model")
-        given = _parameters(value.get("parameters"), where, method)
+        ignored: dict[str, None] = {}
+        given = _parameters(value.get("parameters"), where, method, ignored)
         models, own = [], []
         for item in _models(value, where):
             name = _model_name(item.get("model"), where)
-            mine = _parameters(item.get("parameters"), f"{where}: model {name}", method)
-            if method.needs_base and name == base:
+            mine = _parameters(item.get("parameters"), f"{where}: model {name}", method, ignored)
+            if name == base and not method.base_is_model:
                 continue
             models.append(name)
             own.append(mine)
             _check_given(method, {**given, **mine}, f"{where}: model {name}", per_model=True)
+        if method.base_is_model and base is not None and base not in models and "weight" in given:
+            # As mergekit has it: the base takes part, with the weight that is given for all.
+            models.append(base)
+            own.append({})
         if not models:
             raise RecipeError(f"{where}: it names no model besides the base")
         _check_count(method, len(models), where)
         _check_given(method, given, where, per_model=False)
-        recipe = cls(method, base, tuple(models), tuple(own), given, _dtype(value, where), text)
+        recipe = cls(method, base, tuple(models), tuple(own), given, _dtype(value, where), tuple(ignored), text)
         if not any(len(s.conditions) > 1 or s.conditions[0].filter for s in recipe.settings):
             for position in (0.0, 1.0):
                 recipe.numbers("", position)
@@ -214,7 +221,8 @@ def _model_name(value: Any, where: str) -> str:
     return value
 
 
-def _parameters(value: Any, where: str, method: Method) -> dict[str, Setting]:
+def _parameters(value: Any, where: str, method: Method, ignored: dict[str, None]) -> dict[str, Setting]:
+    """Return the settings; enter the names of those that only other methods have among the ignored ones."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -222,6 +230,9 @@ def _parameters(value: Any, where: str, method: Method) -> dict[str, Setting]:
     found = {}
     for name, given in value.items():
         spec = method.parameters.get(name)
+        if spec is None and name in registry.parameters():
+            ignored[name] = None
+            continue
         if spec is None:
             raise RecipeError(
                 f"{where}: {method.name} has no parameter '{name}': it has {', '.join(method.parameters)}"

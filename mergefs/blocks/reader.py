@@ -120,7 +120,7 @@ class BlockReader:
         counter: ReadCounter | None = None,
         joined: JoinedReads | None = None,
     ) -> None:
-        self._catalog = catalog
+        self.catalog = catalog
         self._backend = backend
         self.counter = counter or ReadCounter()
         self._joined = joined
@@ -143,7 +143,7 @@ class BlockReader:
 
     def expect(self, block: bytes) -> None:
         """Note that a block will be read soon, so that its payload may be fetched meanwhile; see `Backend.expect`."""
-        location = self._catalog.locate(block)
+        location = self.catalog.locate(block)
         if location is not None:
             self._backend.expect(pack_name(location.pack), location.record.offset, location.record.length)
 
@@ -198,7 +198,7 @@ class BlockReader:
             CorruptionError, BudgetExceededError: see `read`.
         """
         known: dict[bytes, Buffer] = {}
-        location = self._catalog.locate(block)
+        location = self.catalog.locate(block)
         if location is not None and location.record.base != NO_BASE:
             known[location.record.base] = self.read(location.record.base, kind)
         known[block] = self.read(block, kind, known)
@@ -288,7 +288,7 @@ class BlockReader:
             return None
         if known is not None and record.base in known:
             return known[record.base]
-        location = self._catalog.locate(record.base)
+        location = self.catalog.locate(record.base)
         if location is not None and location.record.base != NO_BASE:
             raise CorruptionError(
                 f"block {record.base.hex()} is encoded against another block, and so is {record.block.hex()}"
@@ -304,7 +304,7 @@ class BlockReader:
             CorruptionError: when the block is missing, or a payload is not what was written.
             BudgetExceededError: see `ReadCounter.add`.
         """
-        locations = self._catalog.tiers(block)
+        locations = self.catalog.tiers(block)
         payloads: list[bytes] = []
         moved: Location | None = None
         while True:
@@ -320,7 +320,7 @@ class BlockReader:
                 if lost == moved:
                     raise CorruptionError(f"pack {lost.pack.hex()} with block {block.hex()} is missing") from None
                 moved = lost
-                locations = self._catalog.tiers(block)
+                locations = self.catalog.tiers(block)
                 continue
             return locations, payloads
 

@@ -27,6 +27,7 @@ TABLES = (
     "thresholds",
     "products",
     "derivations",
+    "facts",
     "checksums",
     "leases",
     "claims",
@@ -59,6 +60,11 @@ class Catalog:
         """Make an empty catalog in a new folder."""
         path.mkdir(mode=0o700)
         return cls(path)
+
+    @property
+    def readonly(self) -> bool:
+        """Whether nothing can be entered."""
+        return self._environment.readonly
 
     def close(self) -> None:
         """Give the environment back."""

@@ -43,6 +43,7 @@ def check(repo: str | None, file: str, as_json: bool) -> None:
         "base": models.base,
         "models": [{"name": name, "manifest": m} for name, m in zip(asked.models, models.experts, strict=True)],
         "dtype": asked.dtype,
+        "ignored": list(asked.ignored),
         "groups": groups,
     }
     emit(value, as_json, lambda: _text(value))
@@ -50,6 +51,8 @@ def check(repo: str | None, file: str, as_json: bool) -> None:
 
 def _text(value: dict[str, Any]) -> str:
     lines = [f"{value['method']} of {', '.join(m['name'] for m in value['models'])} on {value['base'][:12]}"]
+    if value["ignored"]:
+        lines.append(f"ignored, for {value['method']} has no such parameters: {', '.join(value['ignored'])}")
     for group in value["groups"]:
         kinds = dict.fromkeys(kind_of(name) for name in group["tensors"])
         lines.append(f"\n{len(group['tensors'])} tensors: {', '.join(kinds)}")

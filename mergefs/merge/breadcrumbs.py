@@ -8,26 +8,27 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 
 from mergefs.merge.linear import combine, delta_scale
-from mergefs.merge.method import BlockInputs, Method
+from mergefs.merge.method import BlockInputs
 from mergefs.merge.parameters import DENSITY, OF_DELTAS, OFF, ParameterSpec, Scalar
 from mergefs.merge.ties import elect
+from mergefs.merge.trimming import TrimmingMethod, trim
 
 PARAMETERS = {
     **OF_DELTAS,
     "density": DENSITY,
     "gamma": ParameterSpec(0.01, lowest=0.0, highest=1.0, per_model=True),
     "normalize": OFF,
+    "rescale": OFF,
 }
 
 
-class Breadcrumbs(Method):
+class Breadcrumbs(TrimmingMethod):
     """The trimmed deltas are added up. `gamma` is the share of the largest magnitudes that go, `density` that of the
     next ones that stay; fewer of the largest go where not enough would stay. Elements equal to the magnitudes at either
     end stay, all of them."""
 
     name = "breadcrumbs"
     parameters: ClassVar = PARAMETERS
-    trims = True
     placed = False
 
     def kept(self, own: Mapping[str, Scalar], elements: int) -> tuple[int, int] | None:
@@ -40,7 +41,7 @@ class Breadcrumbs(Method):
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
-        cut(inputs)
+        trim(inputs)
         scale = delta_scale(inputs.numbers)
         return combine(inputs, 1.0, tuple(w * scale for w in inputs.numbers.weights))
 
@@ -52,16 +53,5 @@ class BreadcrumbsTies(Breadcrumbs):
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
-        cut(inputs)
+        trim(inputs)
         return elect(inputs, inputs.numbers.weights, ())
-
-
-def cut(inputs: BlockInputs) -> None:
-    """Set the elements of the deltas beyond the plan's thresholds and ceilings to zero, in place."""
-    from mergefs.merge import kernels
-
-    for row, expert in enumerate(inputs.experts):
-        low = inputs.tensor.thresholds[expert] if inputs.tensor.thresholds else 0.0
-        high = inputs.tensor.ceilings[expert] if inputs.tensor.ceilings else float("inf")
-        if low > 0.0 or high < float("inf"):
-            kernels.cut(inputs.deltas[row], low, high)

@@ -6,6 +6,7 @@ order, on any thread, any number of times.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from mergefs.manifest import Manifest, Tensor
 from mergefs.merge import registry
 from mergefs.merge.expert import BaseBlock
 from mergefs.merge.method import BlockInputs
+from mergefs.merge.passes import find_facts
 from mergefs.merge.sources import DeltaIterator, Sources, wants_double
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
 
@@ -63,7 +65,9 @@ def merged_values(sources: Sources, tensor: Tensor, number: int, base: BaseBlock
     first, _ = tensor.grid(sources.base.block_elements).extent(number)
     numbers = plan.numbers_of(planned)
     merged = registry.method(plan.method).merge(
-        BlockInputs(plan, planned, numbers, values, deltas, experts, first, tensor.shape)
+        BlockInputs(
+            plan, planned, numbers, values, deltas, experts, first, tensor.shape, partial(find_facts, sources, tensor)
+        )
     )
     # The deltas' room is this thread's for its next block.
     return merged.copy() if np.may_share_memory(merged, deltas) else merged

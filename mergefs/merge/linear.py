@@ -56,6 +56,7 @@ class Linear(SumMethod):
     name = "linear"
     parameters: ClassVar = {"weight": WEIGHT, "normalize": ON, INT8_MASK: OFF}
     needs_base = False
+    base_is_model = True
 
     def base_scale(self, numbers: Numbers, tensor: TensorPlan) -> float:
         """See `Method.base_scale`."""

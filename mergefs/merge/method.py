@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.canonical import Json
 from mergefs.merge.parameters import ParameterSpec, Scalar
 from mergefs.planner.plan import Numbers, Plan, TensorPlan
 from mergefs.statistics.tensor import trim_rank
+
+if TYPE_CHECKING:
+    from mergefs.merge.passes import Facts
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole tensor, as a method may ask about it when it is planned.
+
+    Attributes:
+        shape: of the tensor.
+        experts: how many there are.
+        with_base: whether the recipe names the base.
+        changed: whether any expert differs from the base here.
+        content: a number that stands for the tensor's content in all models.
+        cuts: the tensor's thresholds and ceilings; see `TensorPlan`.
+        products: returns the inner products of the base and the experts' deltas, float64[1 + K, 1 + K].
+        facts: returns what a measurement of the method's own finds.
+    """
+
+    shape: tuple[int, ...]
+    experts: int
+    with_base: bool
+    changed: bool
+    content: int
+    cuts: tuple[tuple[float, ...], tuple[float, ...]]
+    products: Callable[[], NDArray[np.float64]]
+    facts: Facts
 
 
 @dataclass(frozen=True)
@@ -27,6 +56,8 @@ class BlockInputs:
         experts: which experts those are.
         first: the number of the block's first element in its tensor.
         shape: of the tensor.
+        facts: returns what a measurement of the method's own finds, where that is too much for a plan; None where only
+            a sample is merged.
     """
 
     plan: Plan
@@ -37,6 +68,7 @@ class BlockInputs:
     experts: tuple[int, ...]
     first: int
     shape: tuple[int, ...]
+    facts: Facts | None = None
 
 
 class Method(ABC):
@@ -46,6 +78,7 @@ class Method(ABC):
         name: as in a recipe's `merge_method`.
         parameters: what a recipe may give it.
         needs_base: whether a recipe has to name a `base_model`.
+        base_is_model: whether a base that is named is a model among the others, with parameters of its own.
         is_random: whether the seed matters.
         trims: whether deltas are trimmed at thresholds that the plan holds; see `kept`.
         fewest, most: how many models it can merge, the base not counted where it has to be named.
@@ -59,6 +92,7 @@ class Method(ABC):
     name: ClassVar[str]
     parameters: ClassVar[Mapping[str, ParameterSpec]]
     needs_base: ClassVar[bool] = True
+    base_is_model: ClassVar[bool] = False
     is_random: ClassVar[bool] = False
     trims: ClassVar[bool] = False
     placed: ClassVar[bool] = True
@@ -79,13 +113,22 @@ class Method(ABC):
         """
         return
 
+    def factors(self, numbers: Numbers, whole: Whole) -> tuple[float, ...]:
+        """Return what the plan of a tensor holds for this method; see `TensorPlan.factors`.
+
+        Raises:
+            RecipeError: when the tensor has no result.
+            BudgetError: when that is not known yet, and the tensor may not be read for it.
+        """
+        return ()
+
     def taken(self, numbers: Numbers) -> int | None:
         """Return which expert's tensor the result is as it stands; None where it has to be computed."""
         return None
 
     def base_scale(self, numbers: Numbers, tensor: TensorPlan) -> float:
         """Return the factor of the base's elements in a tensor, of which the depths do not matter: 1 unless the method
-        is an unnormalised average."""
+        is an unnormalised average. Near 1 where it is not the same for all elements."""
         return 1.0
 
     def coefficients(self, numbers: Numbers, tensor: TensorPlan) -> tuple[float, ...]:

@@ -9,8 +9,11 @@ from mergefs.errors import RecipeError
 from mergefs.merge.breadcrumbs import Breadcrumbs, BreadcrumbsTies
 from mergefs.merge.dare import DareLinear, DareTies
 from mergefs.merge.della import Della, DellaLinear
+from mergefs.merge.fusion import ArceeFusion
 from mergefs.merge.linear import Linear, TaskArithmetic
 from mergefs.merge.method import Method
+from mergefs.merge.ram import Ram, RamPlusTl
+from mergefs.merge.sce import Sce
 from mergefs.merge.single import NearSwap, Passthrough
 from mergefs.merge.spherical import Karcher, ModelStock, MultiSlerp, NuSlerp, Slerp
 from mergefs.merge.ties import Ties
@@ -34,6 +37,10 @@ _METHODS: dict[str, Method] = {
         BreadcrumbsTies(),
         Della(),
         DellaLinear(),
+        Sce(),
+        Ram(),
+        RamPlusTl(),
+        ArceeFusion(),
         NearSwap(),
         Passthrough(),
     )
@@ -43,6 +50,11 @@ _METHODS: dict[str, Method] = {
 def names() -> tuple[str, ...]:
     """Return the names of all methods: mergefs's own, then those of other packages."""
     return (*_METHODS, *(name for name in _entry_points() if name not in _METHODS))
+
+
+def parameters() -> frozenset[str]:
+    """Return the names of all parameters that mergefs's own methods have."""
+    return frozenset(name for known in _METHODS.values() for name in known.parameters)
 
 
 def method(name: str) -> Method:

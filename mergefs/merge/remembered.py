@@ -79,7 +79,7 @@ class Derivations:
             first, _ = tensor.grid(self._base.block_elements).extent(number)
             value["place"] = [tensor.name, list(tensor.shape), first]
             value["seed"] = plan.seed
-            value["models"] = list(plan.experts)
+            value["models"] = [plan.base, *plan.experts]
         return digest(canonical.encode(value))
 
     def find(self, txn: Transaction, key: bytes) -> str | None:

@@ -19,6 +19,7 @@ class Passthrough(SumMethod):
     name = "passthrough"
     parameters: ClassVar = {"scale": ParameterSpec(1.0, per_model=True)}
     needs_base = False
+    base_is_model = True
     most = 1
 
     def taken(self, numbers: Numbers) -> int | None:

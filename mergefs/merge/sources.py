@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.reader import BlockReader, Kind
@@ -18,6 +21,11 @@ from mergefs.planner.plan import EXACT, Plan, TensorPlan
 
 class Sources:
     """The models of a plan, opened for reading. Safe to use from many threads.
+
+    Attributes:
+        catalog: of the repository.
+        known_facts: facts about whole tensors that were looked up last; see `merge.passes`.
+        facts_lock: to be held while looking facts up.
 
     Args:
         plan: what is to be merged.
@@ -38,6 +46,9 @@ class Sources:
         self.plan = plan
         self.base = base
         self.experts = experts
+        self.catalog = reader.catalog
+        self.known_facts: OrderedDict[bytes, NDArray[np.float64]] = OrderedDict()
+        self.facts_lock = threading.Lock()
         self._reader = reader
         self._experts = ExpertReader(reader, base.block_elements, factors or FactorCache.of(base, experts))
         self._base_kind = Kind.EXPERT if plan.baseless else Kind.BASE

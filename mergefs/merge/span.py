@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mergefs.errors import RecipeError
 from mergefs.merge.linear import SumMethod
+from mergefs.merge.method import Whole
 from mergefs.planner.plan import Numbers, TensorPlan
 
 Vector = NDArray[np.float64]
@@ -62,6 +63,17 @@ class Span:
         return float(np.clip(self.dot(a, b) / norms, -1.0, 1.0)) if norms > 0.0 else 0.0
 
 
+def finite(method: str, found: NDArray[np.float64]) -> tuple[float, ...]:
+    """Return factors for a plan.
+
+    Raises:
+        RecipeError: when one of them is not finite.
+    """
+    if not np.isfinite(found).all():
+        raise RecipeError(f"{method} has no finite result: a tensor has elements that are not finite")
+    return tuple(float(x) for x in found)
+
+
 class SpanMethod(SumMethod):
     """A method of this kind."""
 
@@ -73,12 +85,9 @@ class SpanMethod(SumMethod):
             RecipeError: when there is no result, as of vectors that cancel each other.
         """
 
-    def factors(self, numbers: Numbers, span: Span) -> tuple[float, ...]:
+    def factors(self, numbers: Numbers, whole: Whole) -> tuple[float, ...]:
         """Return the factors of the base's elements and of each expert's deltas."""
-        found = self.result(numbers, span)
-        if not np.isfinite(found).all():
-            raise RecipeError(f"{self.name} has no finite result: a tensor has elements that are not finite")
-        return tuple(float(x) for x in found)
+        return finite(self.name, self.result(numbers, Span(whole.products(), whole.with_base)))
 
     def base_scale(self, numbers: Numbers, tensor: TensorPlan) -> float:
         """See `Method.base_scale`."""

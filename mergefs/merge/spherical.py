@@ -6,23 +6,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mergefs.errors import RecipeError
 from mergefs.merge.parameters import OFF, ON, WEIGHT, ParameterSpec
+from mergefs.merge.rows import Along, RowMethod
 from mergefs.merge.span import Span, SpanMethod, Vector
 from mergefs.planner.plan import Numbers
 
 _NEARLY_PARALLEL = 0.9995
 """Of vectors whose cosine is beyond this, `slerp` takes the line between them."""
-
-
-def _between(span: Span, t: float, a: Vector, b: Vector, *, parallel: bool) -> Vector:
-    """Return the point between two vectors, each scaled by the sines of its part of the angle."""
-    if parallel:
-        return (1.0 - t) * a + t * b
-    angle = float(np.arccos(span.cosine(a, b)))
-    found: Vector = (np.sin((1.0 - t) * angle) * a + np.sin(t * angle) * b) / np.sin(angle)
-    return found
 
 
 class Slerp(SpanMethod):
@@ -36,28 +29,43 @@ class Slerp(SpanMethod):
     def result(self, numbers: Numbers, span: Span) -> Vector:
         """See `SpanMethod.result`."""
         (model,) = span.models
-        parallel = abs(span.cosine(span.base, model)) > _NEARLY_PARALLEL
-        return _between(span, float(numbers.shared["t"]), span.base, model, parallel=parallel)
+        t = float(numbers.shared["t"])
+        cosine = span.cosine(span.base, model)
+        if abs(cosine) > _NEARLY_PARALLEL:
+            return (1.0 - t) * span.base + t * model
+        angle = np.arccos(cosine)
+        return np.asarray((np.sin((1.0 - t) * angle) * span.base + np.sin(t * angle) * model) / np.sin(angle))
 
 
-class NuSlerp(SpanMethod):
-    """`slerp` of two models, or of their deltas where the recipe names a base, at the second weight's share. Whole
-    tensors only: not by rows or columns."""
+class NuSlerp(RowMethod):
+    """`slerp` of two models, or of their deltas where the recipe names a base, at the second weight's share: of whole
+    tensors, or with `nuslerp_flatten: false` of each row, of each column where `nuslerp_row_wise` (as mergekit has
+    it)."""
 
     name = "nuslerp"
     parameters: ClassVar = {"weight": WEIGHT, "nuslerp_flatten": ON, "nuslerp_row_wise": OFF}
     needs_base = False
     fewest, most = 2, 2
 
-    def result(self, numbers: Numbers, span: Span) -> Vector:
-        """See `SpanMethod.result`."""
-        if not numbers.shared["nuslerp_flatten"]:
-            raise RecipeError("nuslerp_flatten: false is not supported yet, and would change the result: remove it")
+    def along(self, numbers: Numbers) -> Along:
+        """See `RowMethod.along`."""
+        if numbers.shared["nuslerp_flatten"]:
+            return Along.WHOLE
+        return Along.COLUMNS if numbers.shared["nuslerp_row_wise"] else Along.ROWS
+
+    def results(self, numbers: Numbers, products: NDArray[np.float64], *, with_base: bool) -> NDArray[np.float64]:
+        """See `RowMethod.results`."""
         total = sum(numbers.weights)
         t = 0.5 if abs(total) < 1e-6 else numbers.weights[1] / total
-        a, b = span.deltas if span.with_base else span.models
-        found = _between(span, t, a, b, parallel=1.0 - span.cosine(a, b) ** 2 <= 1e-16)
-        return found + span.base if span.with_base else found
+        base, *vectors = np.eye(3)
+        a, b = vectors if with_base else (base + vector for vector in vectors)
+        cosines = _cosines(products, a, b)
+        parallel = 1.0 - cosines**2 <= 1e-16
+        angles = np.arccos(np.where(parallel, 0.0, cosines))
+        share_a = np.where(parallel, 1.0 - t, np.sin((1.0 - t) * angles) / np.sin(angles))
+        share_b = np.where(parallel, t, np.sin(t * angles) / np.sin(angles))
+        found = np.outer(share_a, a) + np.outer(share_b, b)
+        return np.asarray(found + base if with_base else found)
 
 
 class MultiSlerp(SpanMethod):
@@ -88,8 +96,8 @@ class MultiSlerp(SpanMethod):
         mean = np.sum([w * u for w, u in zip(weights, units, strict=True)], axis=0)
         length = span.norm(mean)
         if length < eps:
-            if len(vectors) == 2:
-                return np.asarray(weights[0] * vectors[0] + weights[1] * vectors[1])
+            if len(vectors) == 2 or not norms.any():
+                return np.asarray(weights @ np.array(vectors))
             raise RecipeError("multislerp: the weighted directions cancel each other: choose other weights")
         mean = mean / length
         tangent = np.sum([w * (u - span.dot(u, mean) * mean) for w, u in zip(weights, units, strict=True)], axis=0)
@@ -134,26 +142,38 @@ class Karcher(SpanMethod):
         return np.asarray(float(np.mean(norms)) * mean)
 
 
-class ModelStock(SpanMethod):
+class ModelStock(RowMethod):
     """The point between the base and the experts' average that the mean cosine of their deltas says (arXiv
-    2403.19522). Whole tensors only: not by filters."""
+    2403.19522): of whole tensors, or of each row where `filter_wise`."""
 
     name = "model_stock"
     parameters: ClassVar = {"filter_wise": OFF}
     fewest = 2
 
-    def result(self, numbers: Numbers, span: Span) -> Vector:
-        """See `SpanMethod.result`."""
-        if numbers.shared["filter_wise"]:
-            raise RecipeError("filter_wise: true is not supported yet, and would change the result: remove it")
-        deltas = span.deltas
+    def along(self, numbers: Numbers) -> Along:
+        """See `RowMethod.along`."""
+        return Along.ROWS if numbers.shared["filter_wise"] else Along.WHOLE
+
+    def results(self, numbers: Numbers, products: NDArray[np.float64], *, with_base: bool) -> NDArray[np.float64]:
+        """See `RowMethod.results`."""
+        base, *deltas = np.eye(products.shape[1])
         count = len(deltas)
-        cosines = [
-            np.clip(span.dot(a, b) / max(span.norm(a) * span.norm(b), 1e-6), -1.0, 1.0)
-            for number, a in enumerate(deltas)
-            for b in deltas[number + 1 :]
-        ]
-        cosine = float(np.mean(cosines))
+        pairs = [(a, b) for number, a in enumerate(deltas) for b in deltas[number + 1 :]]
+        cosine = np.mean([_cosines(products, a, b, least=1e-6) for a, b in pairs], axis=0)
         divisor = 1.0 + (count - 1) * cosine
-        t = 0.0 if abs(divisor) < 1e-6 else count * cosine / divisor
-        return np.asarray(span.base + t * np.mean(deltas, axis=0))
+        singular = np.abs(divisor) < 1e-6
+        t = np.where(singular, 0.0, count * cosine / np.where(singular, 1.0, divisor))
+        return np.asarray(base + np.outer(t, np.mean(deltas, axis=0)))
+
+
+def _cosines(products: NDArray[np.float64], a: Vector, b: Vector, least: float = 0.0) -> NDArray[np.float64]:
+    """Return the cosines of the angle between two vectors in many spans, float64[m]; 0 where a vector is 0.
+
+    Args:
+        products: float64[m, 1 + K, 1 + K].
+        a, b: their coordinates.
+        least: the products of norms are taken to be at least this.
+    """
+    norms = np.sqrt(np.maximum(a @ products @ a, 0.0) * np.maximum(b @ products @ b, 0.0))
+    norms = np.maximum(norms, least)
+    return np.clip(a @ products @ b / np.where(norms > 0.0, norms, 1.0), -1.0, 1.0)

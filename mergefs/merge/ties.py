@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.canonical import Json
-from mergefs.merge.method import BlockInputs, Method, exactly
-from mergefs.merge.parameters import DENSITY, OF_DELTAS, ON
+from mergefs.merge.method import BlockInputs, exactly
+from mergefs.merge.parameters import DENSITY, OF_DELTAS, OFF, ON
+from mergefs.merge.trimming import TrimmingMethod, trim
 from mergefs.planner.plan import Numbers, TensorPlan
 
 
@@ -35,13 +36,12 @@ def elect(inputs: BlockInputs, weights: tuple[float, ...], thresholds: tuple[flo
     return out
 
 
-class Ties(Method):
+class Ties(TrimmingMethod):
     """Deltas are trimmed below the magnitude that leaves `density` of the tensor's elements (at least one);
     elements equal to that magnitude are all kept."""
 
     name = "ties"
-    parameters: ClassVar = {**OF_DELTAS, "density": DENSITY, "normalize": ON}
-    trims = True
+    parameters: ClassVar = {**OF_DELTAS, "density": DENSITY, "normalize": ON, "rescale": OFF}
     placed = False
 
     def depends_on(self, numbers: Numbers, tensor: TensorPlan, experts: tuple[int, ...]) -> Json:
@@ -49,9 +49,13 @@ class Ties(Method):
         return {
             "weights": [exactly(numbers.weights[expert]) for expert in experts],
             "thresholds": [exactly(tensor.thresholds[expert]) for expert in experts] if tensor.thresholds else [],
+            "factors": [exactly(tensor.factors[expert]) for expert in experts] if tensor.factors else [],
             "shared": {name: exactly(value) for name, value in numbers.shared.items()},
         }
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
+        if inputs.tensor.factors:
+            trim(inputs)
+            return elect(inputs, inputs.numbers.weights, ())
         return elect(inputs, inputs.numbers.weights, inputs.tensor.thresholds)

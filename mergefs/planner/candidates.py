@@ -133,7 +133,7 @@ def find_candidates(
             if numbers[tensor.name].weights[e] == 0.0:
                 continue
             known = measured.stored(e, tensor.name)
-            if known is None and tensor.blocks:
+            if known is None and tensor.blocks and expert.id != base.id:
                 unknown.append((e, tensor.name))
             places.append((place, e))
             rows.append(

@@ -56,8 +56,8 @@ class Measurer:
         self._store = store
         self._base = base
         self._experts = experts
-        self._reader = BlockReader(store.catalog, store.backend, counter)
-        self._expert_reader = ExpertReader(self._reader, store.block_elements, factors, keeps=True)
+        self.reader = BlockReader(store.catalog, store.backend, counter)
+        self._expert_reader = ExpertReader(self.reader, store.block_elements, factors, keeps=True)
         self._factors = factors
         self._spare: int | None = None
         self._cost: Callable[[int, str], int] = lambda expert, tensor: 0
@@ -145,6 +145,19 @@ class Measurer:
         self._store.catalog.write(keep)
         return found
 
+    def allow_pass(self, tensor: str) -> None:
+        """Take from what may be read what reading a tensor of all experts takes.
+
+        Raises:
+            BudgetError: when that is too much.
+        """
+        for expert in range(len(self._experts)):
+            if not self._affords(expert, tensor):
+                raise BudgetError(
+                    f"this method needs to know more of the whole tensor '{tensor}', which has not been measured yet:"
+                    " merge once without a budget, which keeps it"
+                )
+
     def _multiply(self, tensor: Tensor) -> NDArray[np.float64]:
         """Return the products of a tensor by reading it."""
         twins = [self._store.manifest(expert).tensor_by_name[tensor.name] for expert in self._experts]
@@ -193,7 +206,7 @@ class Measurer:
     def _below(self, base: Tensor, number: int) -> BaseBlock:
         """Read a block of the base."""
         block = block_id(base, number)
-        known = self._reader.read_with_root(block, self._base_kind)
+        known = self.reader.read_with_root(block, self._base_kind)
         return BaseBlock(known[block], known)
 
     def _measure(self, identity: str, name: str) -> TensorStatistics:
@@ -249,7 +262,7 @@ class Measurer:
         """Return one block of an expert at all depths, and the bytes of its base."""
         below = self._below(twin, number)
         block = block_id(tensor, number)
-        depths = self._reader.read_with_depths(block, Kind.EXPERT, below.known, sample)
+        depths = self.reader.read_with_depths(block, Kind.EXPERT, below.known, sample)
         if self._factors is not None:
             self._factors.keep(block, depths.raw)
         return depths, below.raw

@@ -62,8 +62,8 @@ class TensorPlan:
         thresholds: for each expert the |delta| below which elements are trimmed, or () where nothing is.
         ceilings: for each expert the |delta| above which they are, or () where nothing is.
         numbers: which of the plan's numbers are this tensor's.
-        factors: of methods whose factors depend on whole tensors: that of the base's elements, and that of each
-            expert's deltas; () for the others.
+        factors: what the method needs to know of the whole tensor, see `Method.factors`: of methods on angles the
+            factor of the base's elements, and that of each expert's deltas; () where it needs nothing.
     """
 
     name: str

@@ -11,10 +11,13 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.reader import Kind, ReadCounter
 from mergefs.errors import BudgetError, RecipeError
+from mergefs.hashing import digest
 from mergefs.manifest import Manifest, Tensor
 from mergefs.merge.expert import FactorCache
-from mergefs.merge.method import Method
-from mergefs.merge.span import Span, SpanMethod
+from mergefs.merge.method import Method, Whole
+from mergefs.merge.passes import changed_blocks, find_facts
+from mergefs.merge.sources import Sources
+from mergefs.merge.trimming import Cuts
 from mergefs.planner.aim import Aim
 from mergefs.planner.budget import parse_budget
 from mergefs.planner.candidates import Candidates, base_cost, factors_cost, find_candidates
@@ -29,6 +32,10 @@ from mergefs.planner.quality import Quality, assess
 from mergefs.planner.simulation import Simulation
 from mergefs.recipe import Recipe
 from mergefs.store import Store
+
+_UNCUT: Cuts = (), ()
+_CONTENT_BYTES = 6
+"""Of a hash: as many as a float64 holds as an integer."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +162,15 @@ def make_plan(
         for number, tensor in enumerate(found.tensors)
         if found.of_tensor(number).start < found.of_tensor(number).stop
     }
+    sources = Sources(draft, base, experts, measured.reader, factors)
     drafts = {
         tensor.name: TensorPlan(
             tensor.name,
             (),
-            cuts.get(tensor.name, ((), ()))[0],
+            cuts.get(tensor.name, _UNCUT)[0],
             which[tensor.name],
-            _factors(recipe, numbers[tensor.name], measured, tensor),
-            cuts.get(tensor.name, ((), ()))[1],
+            _factors(recipe, numbers[tensor.name], measured, sources, tensor, cuts.get(tensor.name, _UNCUT)),
+            cuts.get(tensor.name, _UNCUT)[1],
         )
         for tensor in found.tensors
     }
@@ -256,19 +264,29 @@ def _draft(recipe: Recipe, models: Models, seed: int, numbers: tuple[Numbers, ..
     )
 
 
-def _factors(recipe: Recipe, numbers: Numbers, measured: Measurer, tensor: Tensor) -> tuple[float, ...]:
+def _factors(
+    recipe: Recipe, numbers: Numbers, measured: Measurer, sources: Sources, tensor: Tensor, cuts: Cuts
+) -> tuple[float, ...]:
+    twins = [tensor, *(expert.tensor_by_name[tensor.name] for expert in sources.experts)]
+    content = digest("\0".join(f"{twin.dtype.name} {twin.blocks}" for twin in twins).encode())
+    whole = Whole(
+        tensor.shape,
+        len(sources.experts),
+        recipe.base_model is not None,
+        any(mine.strip("0") for mine in changed_blocks(sources, tensor)),
+        int.from_bytes(content[:_CONTENT_BYTES]),
+        cuts,
+        partial(measured.products, tensor),
+        partial(find_facts, sources, tensor, allow=partial(measured.allow_pass, tensor.name)),
+    )
     try:
         recipe.method.check(numbers, tensor.shape, measured.block_elements)
-        if not isinstance(recipe.method, SpanMethod):
-            return ()
-        return recipe.method.factors(numbers, Span(measured.products(tensor), recipe.base_model is not None))
+        return recipe.method.factors(numbers, whole)
     except RecipeError as error:
         raise RecipeError(f"tensor '{tensor.name}': {error}") from error
 
 
-def cut_offs(
-    numbers: Numbers, method: Method, measured: Measurer, tensor: Tensor
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def cut_offs(numbers: Numbers, method: Method, measured: Measurer, tensor: Tensor) -> Cuts:
     """Return the thresholds and the ceilings of a tensor; see `TensorPlan`."""
     if not method.trims:
         return (), ()

@@ -107,12 +107,24 @@ def merged(value: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_recipe_is_checked(repo: Path, folder: Path) -> None:
     value = run("-R", repo, "recipe", "check", folder / "recipe.yml", "--json").value
-    assert value.keys() >= {"method", "base", "models", "dtype", "groups"}
+    assert value.keys() >= {"method", "base", "models", "dtype", "ignored", "groups"}
+    assert value["ignored"] == []
     tensors = run("-R", repo, "show", value["base"], "--json").value["tensors"]
     names = {tensor["name"] for tensor in tensors if "F" in tensor["dtype"]}
     assert {name for group in value["groups"] for name in group["tensors"]} == names
     assert all(len(group["experts"]) == len(value["models"]) == 2 for group in value["groups"])
     assert "weight" in run("-R", repo, "recipe", "check", folder / "recipe.yml").out
+
+
+def test_parameters_of_other_methods_are_ignored_and_told(repo: Path, folder: Path) -> None:
+    plain, more = folder / "plain.yml", folder / "more.yml"
+    own = {"weight": 0.5}
+    plain.write_text(recipe_text("task_arithmetic", [("x", own)], "base"))
+    more.write_text(recipe_text("task_arithmetic", [("x", {**own, "density": 0.3})], "base", rescale=True))
+    value = run("-R", repo, "recipe", "check", more, "--json").value
+    assert value["ignored"] == ["rescale", "density"]
+    assert value["groups"] == run("-R", repo, "recipe", "check", plain, "--json").value["groups"]
+    assert "ignored" in run("-R", repo, "recipe", "check", more).out
 
 
 def test_plan_explain_and_merge(repo: Path, folder: Path) -> None:

@@ -44,7 +44,9 @@ METHODS = {
 
 
 def recipe(method: str, models: Any = EXPERTS, base: str | None = "base", **parameters: Any) -> Recipe:
-    return Recipe.parse(recipe_text(method, models, base, **{"weight": 0.5, **METHODS[method], **parameters}))
+    weight = parameters.pop("weight", 0.5)
+    weighted = [(model, {"weight": weight}) for model in models]
+    return Recipe.parse(recipe_text(method, weighted, base, **{**METHODS[method], **parameters}))
 
 
 @pytest.fixture
@@ -330,6 +332,23 @@ def test_linear_finds_the_common_base(models: Repository) -> None:
         t: a.data for t, a in tensors_of(models, "n").items()
     }
     assert named.blocks.derived == 0
+
+
+def test_a_base_that_is_named_is_averaged_where_a_weight_is_given_for_all(models: Repository) -> None:
+    own = {"weight": 3.0}
+    models.merge(Recipe.parse(recipe_text("linear", ["x", ("y", own)], "base", weight=1, dtype="float32")), "m")
+    base, x, y, found = (tensors_of(models, name)["embed.weight"].values for name in ("base", "x", "y", "m"))
+    assert np.allclose(found, (base + x + 3 * y) / 5, rtol=1e-5, atol=1e-9)
+    budgeted = Recipe.parse(recipe_text("linear", ["x", "y"], "base", weight=1))
+    assert models.merge(budgeted, "n", budget="10%").read.expert > 0
+
+
+@pytest.mark.parametrize("method", ["karcher", "multislerp", "nuslerp"])
+def test_a_base_among_the_models_is_not_merged_twice(models: Repository, method: str) -> None:
+    given = {} if method == "karcher" else {"weight": 0.5}
+    for name, among in (("m", ["base", "x", "y"]), ("n", ["x", "y"])):
+        models.merge(Recipe.parse(recipe_text(method, among, "base", **given)), name)
+    assert tensors_of(models, "m") == tensors_of(models, "n")
 
 
 def test_linear_of_strangers(repository: Repository, tmp_path: Path) -> None:

@@ -186,8 +186,3 @@ def test_the_number_of_models_is_checked(method: str, count: int, message: str) 
     extra = "parameters: {t: 0.5}\n" if method == "slerp" else ""
     with pytest.raises(RecipeError, match=message):
         recipe(method, {f"m{n}": parameters for n in range(count)}, extra=extra)
-
-
-def test_what_is_not_there_yet_is_refused_by_name(repository: Repository) -> None:
-    with pytest.raises(RecipeError, match="filter_wise"):
-        repository.plan(recipe("model_stock", {"x": "", "y": ""}, extra="parameters: {filter_wise: true}\n"))
