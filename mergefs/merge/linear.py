@@ -38,6 +38,7 @@ class Linear(Method):
     name = "linear"
     parameters: ClassVar = {"weight": WEIGHT, "normalize": ON, INT8_MASK: OFF}
     needs_base = False
+    takes_base = False
     decides = False
 
     def base_scale(self, numbers: Numbers, tensor: TensorPlan) -> float:

@@ -45,6 +45,8 @@ class Method(ABC):
         name: as in a recipe's `merge_method`.
         parameters: what a recipe may give it.
         needs_base: whether a recipe has to name a `base_model`.
+        takes_base: whether a base that a recipe names is what the models are compared with, and not a model itself where
+            it is also listed as one.
         is_random: whether the seed matters.
         trims: whether deltas are trimmed at thresholds that the plan holds; see `kept`.
         fewest, most: how many models it can merge, the base not counted where it has to be named.
@@ -54,6 +56,7 @@ class Method(ABC):
     name: ClassVar[str]
     parameters: ClassVar[Mapping[str, ParameterSpec]]
     needs_base: ClassVar[bool] = True
+    takes_base: ClassVar[bool] = True
     is_random: ClassVar[bool] = False
     trims: ClassVar[bool] = False
     decides: ClassVar[bool] = True

@@ -19,6 +19,7 @@ class Passthrough(Method):
     name = "passthrough"
     parameters: ClassVar = {"scale": ParameterSpec(1.0, per_model=True)}
     needs_base = False
+    takes_base = False
     decides = False
     most = 1
 

@@ -20,7 +20,7 @@ from mergefs.planner.candidates import Candidates, base_cost, find_candidates
 from mergefs.planner.choice import choose, make_frontier, planned_depths
 from mergefs.planner.frontier import Frontier
 from mergefs.planner.importance import block_weights
-from mergefs.planner.layers import layer_count, position
+from mergefs.planner.layers import layer_count
 from mergefs.planner.measured import Measurer
 from mergefs.planner.models import Models
 from mergefs.planner.plan import Numbers, Plan, TensorPlan
@@ -213,7 +213,7 @@ def numbers_of_tensors(recipe: Recipe, base: Manifest) -> tuple[tuple[Numbers, .
     different: list[Numbers] = []
     which = {}
     for name in names:
-        numbers = recipe.numbers(name, position(name, layers))
+        numbers = recipe.numbers_of(name, layers)
         if numbers not in different:
             different.append(numbers)
         which[name] = different.index(numbers)
@@ -242,7 +242,7 @@ def _factors(recipe: Recipe, numbers: Numbers, measured: Measurer, tensor: Tenso
         recipe.method.check(numbers, tensor.shape, measured.block_elements)
         if not isinstance(recipe.method, SpanMethod):
             return ()
-        return recipe.method.factors(numbers, Span(measured.products(tensor), recipe.base_model is not None))
+        return recipe.method.factors(numbers, Span(measured.products(tensor), recipe.names_a_base))
     except RecipeError as error:
         raise RecipeError(f"tensor '{tensor.name}': {error}") from error
 
