@@ -134,6 +134,13 @@ class Recipe:
         return self.base_model is not None or any(part.base_model is not None for part in self.slices or ())
 
     @property
+    def tokenizer_of(self) -> str:
+        """The name of the model whose tokenizer the result gets, where the recipe says so."""
+        chosen = self.base_model if self.tokenizer == "base" else self.tokenizer
+        assert chosen is not None
+        return chosen
+
+    @property
     def columns(self) -> int:
         """How many models are merged in one place at most."""
         if self.slices is None:
@@ -145,7 +152,7 @@ class Recipe:
         return part.base_model or self.base_model
 
     def base_source(self, part: Slice) -> Source | None:
-        """Return the source of a slice that is its base: the first one of the base's name where the method takes one."""
+        """Return the source of a slice that is its base: the first of the base's name, where the method takes one."""
         if not self.method.takes_base:
             return None
         base = self.base_of(part)
@@ -217,7 +224,9 @@ class Recipe:
             return default
 
         if part is None:
-            merged = [(name, tensor, (own, self.given)) for name, own in zip(self.models, self.own, strict=True)]
+            merged: list[tuple[str, str, tuple[Settings, ...]]] = [
+                (name, tensor, (own, self.given)) for name, own in zip(self.models, self.own, strict=True)
+            ]
             for_all: tuple[Settings, ...] = (self.given,)
         else:
             merged = [

@@ -106,12 +106,12 @@ class _Reader:
             self._tokenizer(),
             _chat_template(value, place),
         )
-        if recipe.slices is None:
+        if merged.slices is None:
             self._check_models(recipe)
         else:
-            used = [source.model for part in recipe.slices for source in recipe.experts_of(part)]
+            used = [source.model for part in merged.slices for source in recipe.experts_of(part)]
             recipe = replace(recipe, models=tuple(dict.fromkeys(used)))
-            self._check_slices(recipe, recipe.slices)
+            self._check_slices(recipe, merged.slices)
         return recipe
 
     # -- models and slices ---------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ class Method(ABC):
         name: as in a recipe's `merge_method`.
         parameters: what a recipe may give it.
         needs_base: whether a recipe has to name a `base_model`.
-        takes_base: whether a base that a recipe names is what the models are compared with, and not a model itself where
-            it is also listed as one.
+        takes_base: whether a base that a recipe names is what models are compared with, and no model of the merge where
+            it is listed as one.
         is_random: whether the seed matters.
         trims: whether deltas are trimmed at thresholds that the plan holds; see `kept`.
         fewest, most: how many models it can merge, the base not counted where it has to be named.

@@ -29,8 +29,7 @@ def layer_count(names: Iterable[str]) -> int:
 
 
 def position(layer: int | None, layers: int) -> float:
-    """Return where a layer lies between the first of so many, 0, and the last one, 1; 0 for None: tensors that belong to
-    no layer."""
+    """Return where a layer lies between the first of so many, 0, and the last one, 1; 0 for None."""
     if layer is None:
         return 0.0
     return layer / (layers - 1) if layers > 1 else 1.0

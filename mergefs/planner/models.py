@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from mergefs.errors import RecipeError
-from mergefs.manifest import Manifest
+from mergefs.manifest import FileRecipe, Manifest
 from mergefs.recipe import Recipe
 from mergefs.store import Store
 
@@ -22,6 +22,10 @@ class Models:
             expert's.
         found: base and experts as the recipe names them, where these are fitted ones; else ().
         notes: sentences about what was fitted, for whoever plans with them.
+        named: each model by the name that the recipe has for it.
+        tokenizer: whose tokenizer the result gets; None where the recipe does not say.
+        tokenizer_files: of that tokenizer, where they are not the base's.
+        chat_template: the text of the one it gets; None for that of its tokenizer.
     """
 
     base: str
@@ -29,11 +33,16 @@ class Models:
     baseless: bool
     found: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    named: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: str | None = None
+    tokenizer_files: tuple[FileRecipe, ...] | None = None
+    chat_template: str | None = None
 
     @property
     def all(self) -> set[str]:
         """Every one of them, once."""
-        return {self.base, *self.experts}
+        tokenizer = set() if self.tokenizer is None else {self.tokenizer}
+        return {self.base, *self.experts, *self.named.values()} | tokenizer
 
 
 def find_models(store: Store, recipe: Recipe, lookup: Callable[[str], str] | None = None) -> Models:
@@ -49,17 +58,26 @@ def find_models(store: Store, recipe: Recipe, lookup: Callable[[str], str] | Non
         RecipeError: when a model is both base and expert of a method of deltas.
     """
     find = lookup or store.resolve
-    ids = {name: find(name) for name in dict.fromkeys(recipe.models)}
+    ids = {name: find(name) for name in recipe.named}
+    tokenizer = None if recipe.tokenizer is None else ids.get(recipe.tokenizer_of) or find(recipe.tokenizer_of)
     experts = tuple(ids[name] for name in recipe.models)
+    base, baseless = _base(store, recipe, ids, experts)
+    return Models(base, experts, baseless, named=ids, tokenizer=tokenizer)
+
+
+def _base(store: Store, recipe: Recipe, ids: Mapping[str, str], experts: tuple[str, ...]) -> tuple[str, bool]:
+    """Return what deltas are taken from, and whether it is the first expert for want of a base."""
     if recipe.base_model is not None:
-        base = ids.get(recipe.base_model) or find(recipe.base_model)
-        if recipe.method.needs_base and base in experts:
+        base = ids[recipe.base_model]
+        if recipe.method.needs_base and recipe.slices is None and base in experts:
             raise RecipeError("the base is also one of the experts, under another name: leave it out of 'models'")
-        return Models(base, experts, False)
+        return base, False
+    if recipe.names_a_base:
+        return next(ids[part.base_model] for part in recipe.slices or () if part.base_model is not None), False
     bases = {store.manifest_entry(expert).get("base", expert) for expert in experts}
     if len(bases) == 1 and len(bases.union(experts)) > 1 and bases <= set(store.manifest_ids()):
-        return Models(bases.pop(), experts, False)
-    return Models(experts[0], experts, True)
+        return bases.pop(), False
+    return experts[0], True
 
 
 def check_mergeable(base: Manifest, base_name: str, expert: Manifest, name: str) -> None:

@@ -112,7 +112,7 @@ def make_plan(store: Store, recipe: Recipe, models: Models, aim: Aim, *, seed: i
         BudgetError: when the budget is malformed, cannot be planned for, or does not allow the error asked for.
         ImportanceError: when the importance does not fit the base.
     """
-    manifests = {identity: store.manifest(identity) for identity in models.all}
+    manifests = {identity: store.manifest(identity) for identity in (models.base, *models.experts)}
     counter.add(Kind.METADATA, sum(len(m.encoded) for m in manifests.values()))
     base, experts = manifests[models.base], tuple(manifests[e] for e in models.experts)
     raw = sum(expert.tensor_bytes for expert in experts)
@@ -234,6 +234,8 @@ def _draft(recipe: Recipe, models: Models, seed: int, numbers: tuple[Numbers, ..
         (),
         recipe.text,
         models.found,
+        models.tokenizer_files,
+        models.chat_template,
     )
 
 
