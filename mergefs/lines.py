@@ -98,8 +98,8 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _map)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SEQUENCE_TAG, _items)
 
 
-def load_documents(text: str, file: str) -> list[Any]:
-    """Return the documents of YAML text, with `Map` and `Items` for its maps and lists.
+def load_documents(text: str, file: str) -> list[tuple[Any, str]]:
+    """Return the documents of YAML text, with `Map` and `Items` for their maps and lists, and the text of each.
 
     Args:
         text: the YAML.
@@ -108,10 +108,24 @@ def load_documents(text: str, file: str) -> list[Any]:
     Raises:
         RecipeError: when it is no YAML, or has a key twice, or one that is not text.
     """
+    found = []
+    loader = None
     try:
-        return list(yaml.load_all(text, Loader=_Loader))
+        loader = _Loader(text)
+        while loader.check_node():
+            node = loader.get_node()
+            assert node is not None
+            begin, end = node.start_mark.index, node.end_mark.index
+            line = text.rfind("\n", 0, begin) + 1
+            if not text[line:begin].strip():
+                begin = line  # the indentation belongs to it
+            found.append((loader.construct_document(node), text[begin:end]))
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
-        raise RecipeError(f"{Place(file, line)}: {error.problem}: correct the YAML") from error
+        number = error.problem_mark.line + 1 if error.problem_mark else None
+        raise RecipeError(f"{Place(file, number)}: {error.problem}: correct the YAML") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{file} is not YAML: {error}") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return [(found[0][0], text)] if len(found) == 1 else found

@@ -79,6 +79,8 @@ class Recipe:
         adapters: for each name of the form `base+adapter` the two parts. A ref of the whole name goes before that.
         tokenizer: whose tokenizer the result gets: `base`, or a model's name; None where the recipe does not say.
         chat_template: `auto`, a template's text or its file's path; None where the recipe does not say.
+        name: what later recipes of the same file call its result; None where the recipe does not say.
+        line: where it begins in its file.
     """
 
     method: Method
@@ -92,20 +94,33 @@ class Recipe:
     adapters: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     tokenizer: str | None = None
     chat_template: str | None = None
+    name: str | None = None
+    line: int = 1
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
         """Read a recipe from a YAML file.
 
         Raises:
-            RecipeError: when the file cannot be read or is not a recipe.
+            RecipeError: when the file cannot be read, is not a recipe, or has several.
         """
+        return _only(cls.load_all(path), str(path))
+
+    @classmethod
+    def load_all(cls, path: str | Path) -> list[Recipe]:
+        """Read the recipes of a YAML file (mergekit's `mega` form), of which later ones may name earlier ones' results.
+
+        Raises:
+            RecipeError: when the file cannot be read, or something in it is not a recipe.
+        """
+        from mergefs.recipe_yaml import read_recipes
+
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise RecipeError(f"the recipe {path} cannot be read: {reason}") from error
-        return cls.parse(text, str(path))
+        return read_recipes(text, str(path))
 
     @classmethod
     def parse(cls, text: str, where: str = "the recipe") -> Recipe:
@@ -118,9 +133,9 @@ class Recipe:
         Raises:
             RecipeError: when something in it is unknown, missing, not supported or out of range.
         """
-        from mergefs.recipe_yaml import read_recipe
+        from mergefs.recipe_yaml import read_recipes
 
-        return read_recipe(text, where)
+        return _only(read_recipes(text, where), where)
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -132,6 +147,11 @@ class Recipe:
     def names_a_base(self) -> bool:
         """Whether the recipe, or a slice of it, names a base."""
         return self.base_model is not None or any(part.base_model is not None for part in self.slices or ())
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Models that are named for something else than to be merged: the one whose tokenizer the result gets."""
+        return () if self.tokenizer is None else (self.tokenizer_of,)
 
     @property
     def tokenizer_of(self) -> str:
@@ -254,6 +274,15 @@ class Recipe:
             of = f" of tensor '{tensor}'" if tensor else ""
             raise RecipeError(f"the weights{of} add up to 0 and cannot be normalized: set normalize: false")
         return numbers
+
+
+def _only(recipes: list[Recipe], where: str) -> Recipe:
+    if len(recipes) > 1:
+        raise RecipeError(
+            f"{where}, line {recipes[1].line}: another recipe begins: 'mergefs merge' runs a file of several, for"
+            " everything else give each a file of its own"
+        )
+    return recipes[0]
 
 
 def _absent(name: str, spec: ParameterSpec) -> Scalar:

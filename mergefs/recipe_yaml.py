@@ -27,7 +27,7 @@ KEYS = (
     "tokenizer",
     "tokenizer_source",
 )
-"""The keys of a recipe; `name`, which mergekit's files of several recipes use, has no effect."""
+"""The keys of a recipe."""
 MODULE_KEYS = ("models", "parameters", "slices")
 SLICE_KEYS = ("base_model", "parameters", "sources")
 SOURCE_KEYS = ("layer_range", "model", "parameters")
@@ -45,8 +45,8 @@ class _Merged:
     slices: tuple[Slice, ...] | None = None
 
 
-def read_recipe(text: str, file: str) -> Recipe:
-    """Read a recipe from YAML text.
+def read_recipes(text: str, file: str) -> list[Recipe]:
+    """Read the recipes of YAML text, each a document of its own.
 
     Args:
         text: the YAML.
@@ -55,18 +55,12 @@ def read_recipe(text: str, file: str) -> Recipe:
     Raises:
         RecipeError: when something in it is unknown, missing, not supported or out of range.
     """
-    documents = load_documents(text, file)
-    place = Place(file)
-    if len(documents) > 1:
-        second = documents[1]
-        line = second.line if isinstance(second, Map | Items) else None
-        raise RecipeError(
-            f"{place.at(line)}: another recipe begins: give each a file of its own, and merge one after another"
-        )
-    value = documents[0] if documents else None
-    if not isinstance(value, Map):
-        raise RecipeError(f"{place} is not a recipe: it needs keys such as merge_method and models")
-    return _Reader(value, place, text).recipe()
+    found = []
+    for value, own in load_documents(text, file) or [(None, "")]:
+        if not isinstance(value, Map):
+            raise RecipeError(f"{file} is not a recipe: it needs keys such as merge_method and models")
+        found.append(_Reader(value, Place(file), own).recipe())
+    return found
 
 
 class _Reader:
@@ -105,6 +99,8 @@ class _Reader:
             self._adapters,
             self._tokenizer(),
             _chat_template(value, place),
+            value.get("name"),
+            value.line,
         )
         if merged.slices is None:
             self._check_models(recipe)

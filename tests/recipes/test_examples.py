@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from oracle import expected
 from tiny import gpt2, gpt2_config, llama, llama_config, near, write
 from transformers import AutoModelForCausalLM
 
+from mergefs.cli import cli
+from mergefs.errors import RecipeError
 from mergefs.merge import registry
 from mergefs.recipe import Recipe
 from mergefs.repository import Repository
@@ -120,3 +123,17 @@ def test_a_method_of_the_examples(world: World) -> None:
         a, b = (models[model][name].values for model in ("model_a", "model_b"))
         near_one = np.minimum(np.abs(tensor.values - a), np.abs(tensor.values - b))
         assert (near_one <= 2**-8 * np.maximum(np.abs(a), np.abs(b))).all()
+
+
+def test_a_file_of_several_recipes(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    repository, models = world
+    command = ["-R", str(repository.path), "merge", str(EXAMPLES / "mega.yml"), "--as", "mega", "--json"]
+    cli.main(command, standalone_mode=False)
+    report = json.loads(capsys.readouterr().out)
+    assert [part["ref"] for part in report["earlier"]] == ["mega.gradient-slerp"]
+    first, second = yaml.safe_load_all((EXAMPLES / "mega.yml").read_text())
+    slerped = tensors_of(repository, "mega.gradient-slerp")
+    check(slerped, first, models)
+    check(tensors_of(repository, "mega"), second, models | {"gradient-slerp": slerped})
+    with pytest.raises(RecipeError, match=r"mega.yml, line 19: another recipe begins"):
+        Recipe.load(EXAMPLES / "mega.yml")
