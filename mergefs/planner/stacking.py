@@ -184,26 +184,24 @@ class _Stacking:
         shapes: dict[str, set[tuple[int, ...]]] = {}
         for tensor in self._named[self._lead].tensors:
             shapes.setdefault(kind_of(tensor.name), set()).add(tensor.shape)
-        rows: dict[str, str] = {}
+        rows: dict[int, str] = {}
         for piece in pieces:
             manifest, tensor = piece.base
-            wanted = shapes.get(kind_of(piece.name))
-            if has_rows_of_vocabulary(piece.name):
-                rows.setdefault(str(tensor.shape[0] if tensor.shape else 0), piece.name)
-                wanted = wanted and {shape[1:] for shape in wanted}
-                if wanted and tensor.shape[1:] in wanted:
-                    continue
-            elif not wanted or tensor.shape in wanted:
-                continue
-            raise RecipeError(
-                f"tensor '{tensor.name}' has shape {list(tensor.shape)} in '{self._name_of(manifest)}', which does not"
-                f" go with '{self._lead}': they cannot be stacked"
-            )
+            wanted = shapes.get(kind_of(piece.name), {tensor.shape})
+            axis = 0
+            if tensor.shape and has_rows_of_vocabulary(piece.name):
+                rows.setdefault(tensor.shape[0], piece.name)
+                axis = 1
+            if tensor.shape[axis:] not in {shape[axis:] for shape in wanted}:
+                raise RecipeError(
+                    f"tensor '{tensor.name}' has shape {list(tensor.shape)} in '{self._name_of(manifest)}', which does"
+                    f" not go with '{self._lead}': they cannot be stacked"
+                )
         if len(rows) > 1:
             (one, first), (two, second) = list(rows.items())[:2]
             raise RecipeError(
-                f"'{first}' of the stack has {int(one):,} rows and '{second}' {int(two):,}: take the first and the last"
-                " slice from models of one vocabulary"
+                f"'{first}' of the stack has {one:,} rows and '{second}' {two:,}: take the first and the last slice"
+                " from models of one vocabulary"
             )
 
     # -- what is stacked -----------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ def expected(recipe: Mapping[str, Any], models: Models) -> dict[str, Vector]:
         models: all models that it names.
     """
     slices = as_slices(recipe, models)
+    module = next(iter(recipe["modules"].values())).get("parameters") if "modules" in recipe else None
     found = {}
     for name, number, layer, t in tensors_of_result(recipe, models):
         part = slices[number]
@@ -95,11 +96,11 @@ def expected(recipe: Mapping[str, Any], models: Models) -> dict[str, Vector]:
             ):
                 base = values
                 continue
-            scopes = [source.get("parameters"), part.get("parameters"), recipe.get("parameters")]
+            scopes = [source.get("parameters"), part.get("parameters"), module, recipe.get("parameters")]
             entries.append((values, _scoped(scopes, called, t)))
         if base is None and base_name is not None:
             base = models[base_name][name]
-        shared = _scoped([part.get("parameters"), recipe.get("parameters")], name, t)
+        shared = _scoped([part.get("parameters"), module, recipe.get("parameters")], name, t)
         found[name] = METHODS[recipe["merge_method"]](base, entries, shared)
     return found
 
