@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,8 @@ from mergefs.lines import Items, Map, Place
 from mergefs.merge.parameters import ParameterSpec, Scalar
 
 _EVERY = "*"
+NUMBER = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+"""Numbers that are written as text, as 1e-5 is in YAML 1.1."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,10 @@ def _scalar(value: Any, spec: ParameterSpec, name: str, place: Place) -> Scalar:
         if not isinstance(value, bool) and (not isinstance(value, int | float) or value not in (0, 1)):
             raise RecipeError(f"{place}: '{name}' is {value!r}: it is true or false")
         return bool(value)
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    number = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            number = float(value) if not isinstance(value, str) or re.search(NUMBER, value) else math.nan
     if not math.isfinite(number):
         raise RecipeError(f"{place}: '{name}' is {value!r}: it has to be a number")
     if not spec.lowest <= number <= spec.highest:
