@@ -19,30 +19,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-DROP_CACHES = Path("/proc/sys/vm/drop_caches")
-MERGEFS = (sys.executable, "-m", "mergefs")
-PROGRAMS = """
-import mergefs.cli.merging, mergefs.cli.models, mergefs.cli.serving
-import mergefs.ingest, mergefs.merge.engine, mergefs.merge.kernels, mergefs.serve.export
-from mergefs.blocks import codecs
-from mergefs.dtypes import DTYPES
-raw, bf16 = bytes(1 << 16), DTYPES["BF16"]
-encoded = codecs.encode(raw, bf16, raw)
-codecs.decode(encoded.encoding, encoded.payload, len(raw), bf16.code, raw)
-"""
+from benchmarks.measure import (
+    MERGEFS,
+    Machine,
+    Measured,
+    StepFailedError,
+    aligned,
+    files,
+    find_models,
+    fsync,
+    load,
+    make_models,
+    run,
+    size,
+    told,
+)
+
 DENSITY = 0.5
 
 
@@ -68,63 +69,17 @@ class Step:
     cp_seconds: float | None = None
     report: dict[str, Any] = field(default_factory=dict)
 
-
-class StepFailedError(Exception):
-    """A child ended with another code than 0."""
-
-
-class Machine:
-    """Where the measurement runs."""
-
-    def __init__(self, work: Path) -> None:
-        self.cold = DROP_CACHES.exists() and os.access(DROP_CACHES, os.W_OK)
-        self.work = work
-
-    def prepare(self) -> None:
-        """Flush what is dirty, empty the page cache where that is allowed, and read the programs back in."""
-        os.sync()
-        if self.cold:
-            try:
-                DROP_CACHES.write_text("3\n")
-            except OSError:
-                self.cold = False
-        subprocess.run([sys.executable, "-c", PROGRAMS], check=True, cwd=ROOT)
-        subprocess.run(["cp", "--version"], check=True, stdout=subprocess.DEVNULL)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the machine's size and what else runs on it."""
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return {
-            "cores": len(os.sched_getaffinity(0)),
-            "processor": _processor(),
-            "memory_bytes": memory,
-            "file_system": _file_system(self.work),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "page_cache_dropped": self.cold,
-            "load_before": round(os.getloadavg()[0], 2),
-        }
-
-
-def run(command: Sequence[str | os.PathLike[str]], name: str, raw_bytes: int, work: Path) -> Step:
-    """Run a command in its own process and measure it; its standard output may be one JSON object.
-
-    Raises:
-        StepFailedError: when it does not end with 0.
-    """
-    with tempfile.TemporaryFile(dir=work) as out, tempfile.TemporaryFile(dir=work) as errors:
-        began = time.perf_counter()
-        child = subprocess.Popen(command, stdout=out, stderr=errors, cwd=ROOT)
-        _, status, usage = os.wait4(child.pid, 0)
-        seconds = time.perf_counter() - began
-        child.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        errors.seek(0)
-        text = out.read()
-        if child.returncode:
-            raise StepFailedError(f"{name} ended with {child.returncode}: {errors.read().decode().strip()}")
-    report = json.loads(text) if text.strip() else {}
-    return Step(name, seconds, usage.ru_maxrss * 1024, usage.ru_inblock * 512, raw_bytes, report=report)
+    @classmethod
+    def make(cls, name: str, raw_bytes: int, measured: Measured) -> Step:
+        """Return the step that a process did."""
+        return cls(
+            name,
+            measured.seconds,
+            measured.peak_bytes,
+            measured.disk_read_bytes,
+            raw_bytes,
+            report=measured.report,
+        )
 
 
 class Baseline:
@@ -140,31 +95,31 @@ class Baseline:
 
     def measure(self) -> None:
         """Run every step."""
-        run([*MERGEFS, "init", "--json", self.repository], "init", 0, self.work)
+        run([*MERGEFS, "init", "--json", self.repository], "init", self.work)
         for number, model in enumerate(self.models):
             self._take_in(number, model)
-        size = _size(self.models[0])
+        raw = size(self.models[0])
         experts = [f"expert-{i}" for i in range(len(self.models) - 1)]
         for share in ("100%", "10%"):
             recipe = self._recipe(f"ties-{share}", experts)
-            self._step(f"ties {share}", size, "merge", recipe, "--as", f"merged-{share.rstrip('%')}", "--budget", share)
+            self._step(f"ties {share}", raw, "merge", recipe, "--as", f"merged-{share.rstrip('%')}", "--budget", share)
         for count in sorted({min(2, len(experts)), len(experts)}):
             # Another density, so that no block of this merge is stored already.
             recipe = self._recipe(f"lazy-{count}", experts[:count], density=0.6)
-            self._step(f"lazy ties of {count}", size, "merge", recipe, "--as", f"lazy-{count}", "--lazy")
+            self._step(f"lazy ties of {count}", raw, "merge", recipe, "--as", f"lazy-{count}", "--lazy")
         for ref in ("base", "expert-0", "merged-100"):
             copied = self._copy(f"cp for export {ref}", self.models[0])
             target = self.work / "exported"
-            self._step(f"export {ref}", size, "export", ref, target).cp_seconds = copied.seconds
+            self._step(f"export {ref}", raw, "export", ref, target).cp_seconds = copied.seconds
             shutil.rmtree(target)
 
     def _take_in(self, number: int, model: Path) -> None:
         name = "base" if number == 0 else f"expert-{number - 1}"
         against = () if number == 0 else ("--base", "base")
-        size = _size(model)
+        raw = size(model)
 
         def ingest() -> Step:
-            return self._step(f"ingest {name}", size, "ingest", model, "--as", name, *against)
+            return self._step(f"ingest {name}", raw, "ingest", model, "--as", name, *against)
 
         if number % 2:
             done = ingest()
@@ -178,17 +133,17 @@ class Baseline:
         target = self.work / "copy"
         self.machine.prepare()
         began = time.perf_counter()
-        step = run(["cp", "-rL", model, target], name, _size(model), self.work)
-        for file in _files(target):
-            _fsync(file)
+        step = Step.make(name, size(model), run(["cp", "-rL", model, target], name, self.work))
+        for file in files(target):
+            fsync(file)
         step.seconds = time.perf_counter() - began
         shutil.rmtree(target)
         return self._keep(step)
 
-    def _step(self, name: str, size: int, *arguments: str | os.PathLike[str]) -> Step:
+    def _step(self, name: str, raw_bytes: int, *arguments: str | os.PathLike[str]) -> Step:
         self.machine.prepare()
         command = [*MERGEFS, "--repo", self.repository, *arguments, "--json"]
-        return self._keep(run(command, name, size, self.work))
+        return self._keep(Step.make(name, raw_bytes, run(command, name, self.work)))
 
     def _keep(self, step: Step) -> Step:
         self.steps.append(step)
@@ -230,18 +185,9 @@ def table(result: dict[str, Any]) -> str:
                 "" if stored is None or lazy else f"{stored / step['raw_bytes']:.4f}",
             )
         )
-    widths = [max(len(row[c]) for row in rows) for c in range(len(head))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
     machine, total = result["machine"], result["total"]
-    dropped = "dropped" if machine["page_cache_dropped"] else "NOT dropped (that needs root)"
     head_lines = [
-        f"{machine['cores']} cores of {machine['processor']}, {machine['memory_bytes'] / 2**30:.0f} GiB of memory,"
-        f" {machine['file_system']}, Linux {machine['kernel']}, Python {machine['python']}",
-        f"load {machine['load_before']} before and {machine['load_after']} after;"
-        f" page cache {dropped} before each step",
+        told(machine),
         f"base and {result['k']} experts{' of ' + result['shape'] if result['shape'] else ''}",
         "",
     ]
@@ -257,7 +203,7 @@ def table(result: dict[str, Any]) -> str:
         ),
         f"largest peak memory {total['peak_bytes'] / 2**30:.2f} GiB ({total['peak_step']})",
     ]
-    return "\n".join([*head_lines, *lines, *tail])
+    return "\n".join([*head_lines, *aligned(rows), *tail])
 
 
 def summarize(steps: list[Step]) -> dict[str, Any]:
@@ -285,48 +231,6 @@ def summarize(steps: list[Step]) -> dict[str, Any]:
     }
 
 
-def find_models(folder: Path, k: int) -> list[Path]:
-    """Return `folder`'s base and its first k experts."""
-    found = [folder / "base", *(folder / f"expert-{i}" for i in range(k))]
-    missing = [model.name for model in found if not model.is_dir()]
-    if missing:
-        raise SystemExit(f"{folder} lacks {', '.join(missing)}: tools/synth makes them")
-    return found
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in _files(folder))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _file_system(folder: Path) -> str:
-    shown = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=False)
-    found = shown.stdout.strip() or "unknown file system"
-    if shutil.which("findmnt"):
-        shown = subprocess.run(["findmnt", "-no", "FSTYPE", "-T", folder], capture_output=True, text=True, check=False)
-        found = shown.stdout.strip() or found
-    return found
-
-
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.baseline", description=__doc__.splitlines()[0])
@@ -346,8 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
         ).resolve()
         folder = options.models.resolve() if options.models else work / "models"
         if not options.models:
-            command = [sys.executable, "-m", "tools.synth", options.shape, str(options.k), str(folder)]
-            subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr)
+            make_models(options.shape, options.k, folder)
         machine = Machine(work)
         baseline = Baseline(find_models(folder, options.k), work, machine, tell=not options.json)
         described = machine.describe()
@@ -355,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
             baseline.measure()
         except StepFailedError as error:
             raise SystemExit(str(error)) from error
-        described |= {"page_cache_dropped": machine.cold, "load_after": round(os.getloadavg()[0], 2)}
+        described |= {"page_cache_dropped": machine.cold, "load_after": load()}
     result = {
         "machine": described,
         "shape": None if options.models else options.shape,

@@ -9,7 +9,9 @@ from mergefs.blocks.pack import NO_BASE, Record, hash_file, pack_name, read_reco
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.tables import Location, locations, ref_entries
 from mergefs.errors import MergefsError
+from mergefs.hashing import ID_BYTES
 from mergefs.merge.lazy import load_plan
+from mergefs.merge.remembered import TABLE as DERIVATIONS
 from mergefs.pipeline import available_cores, ordered
 from mergefs.store import Store
 
@@ -21,7 +23,7 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        kind: `ref`, `manifest`, `plan`, `block` or `pack`.
+        kind: `ref`, `manifest`, `plan`, `block`, `pack` or `derivation`.
         name: the ref, or the id.
         message: what is wrong.
         affects: the refs whose models need it.
@@ -72,7 +74,12 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
         found: dict[bytes, list[Location]] = {}
         for location in locations(txn):
             found.setdefault(location.record.block, []).append(location)
+        derivations = [(key, block) for key, block in txn.items(DERIVATIONS)]
     checker = _Checker(store, refs, found)
+    for key, block in derivations:
+        if len(key) != ID_BYTES or block not in found:
+            message = "a block is remembered that is not stored" if len(block) == ID_BYTES else "its entry is damaged"
+            checker.report("derivation", key.hex(), message + ": the next gc removes it")
     for name, identity in refs.items():
         if identity not in manifests:
             checker.report("ref", name, f"it names manifest {identity}, which is not in the catalog", (name,))

@@ -15,6 +15,7 @@ from mergefs.catalog.leases import claims, end_dead, leases
 from mergefs.catalog.tables import Location, closure, get_manifest, locations, ref_entries
 from mergefs.errors import CorruptionError
 from mergefs.hashing import is_hex_id
+from mergefs.merge.remembered import forget_dead
 from mergefs.rewriting import Rewrite, delete_objects
 from mergefs.store import Store, manifest_name, plan_name
 
@@ -131,6 +132,7 @@ class _Collection:
         if not self._dry_run:
             for location in dead:
                 self._txn.delete("blocks", location.record.block + bytes([location.record.tier]))
+            forget_dead(self._txn, blocks)
         gone = self._sweep_manifests(manifests)
         freed += self._sweep_objects(manifests, plans)
         return GcReport(

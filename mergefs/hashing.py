@@ -14,6 +14,8 @@ _HEX_ID = re.compile(r"[0-9a-f]{64}")
 _HEX = re.compile(r"[0-9a-f]*")
 _HEX_PREFIX = re.compile(r"[0-9a-f]{8,64}")
 
+ID_BYTES = 32
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 Hasher = blake3.blake3

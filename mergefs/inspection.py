@@ -82,9 +82,9 @@ def lineage(store: Store, name: str) -> dict[str, Any]:
         return found
     found["plan"] = origin.plan
     # Who asks wants to hear of the models themselves, not of what they were fitted to.
-    base, *experts = origin.models or (origin.base, *origin.experts)
-    found["base"] = _named(store, base)
-    found["experts"] = [_named(store, expert) for expert in experts]
+    if origin.models:
+        found["base"] = _named(store, origin.models[0])
+    found["experts"] = [_named(store, expert) for expert in origin.models[1:] or origin.experts]
     figures = entry.get("merge", {})
     found["budget_bytes"] = figures.get("budget_bytes")
     found["expert_raw_bytes"] = figures.get("expert_raw_bytes")

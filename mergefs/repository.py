@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mergefs.inspection import StatsReport
     from mergefs.merge.accuracy import ErrorReport
     from mergefs.merge.engine import RefineReport
+    from mergefs.merge.remembered import Forecast
     from mergefs.merge.run import MergeReport
     from mergefs.planner.aim import Aim
     from mergefs.planner.resolve import Planned
@@ -73,6 +74,12 @@ class Repository(Store):
             if save:
                 self.backend.put(plan_name(planned.plan.id), planned.plan.encoded)
         return planned
+
+    def forecast(self, planned: Planned) -> Forecast:
+        """Return which of a plan's blocks are stored already, and how many are remembered."""
+        from mergefs.merge.remembered import forecast
+
+        return forecast(self, planned.plan, planned.base, planned.experts)
 
     def merge(self, recipe: Recipe, name: str, **options: Any) -> MergeReport:
         """Merge models; see `mergefs.merge.engine.merge` for the options, and `plan` for what may be read."""

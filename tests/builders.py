@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from mergefs.catalog.environment import Transaction
+from mergefs.merge import remembered
 from mergefs.repository import Repository
 
 NUMPY: dict[str, Any] = {
@@ -200,3 +202,13 @@ def recipe_text(method: str, models: Iterable[Any], base: str | None = None, **p
     if parameters:
         value["parameters"] = parameters
     return json.dumps(value)
+
+
+def forget(repository: Repository) -> int:
+    """Have a repository derive blocks again that it has derived before; return how many it remembered."""
+
+    def delete(txn: Transaction) -> int:
+        keys = [key for key, _ in txn.items(remembered.TABLE)]
+        return sum(txn.delete(remembered.TABLE, key) for key in keys)
+
+    return repository.catalog.write(delete)

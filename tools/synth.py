@@ -80,6 +80,22 @@ _QWEN3: dict[str, Any] = {
     "use_sliding_window": False,
 }
 
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": BASE_STD,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "tiny": {
         **_QWEN3,
@@ -91,6 +107,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "vocab_size": 512,
         "max_window_layers": 2,
+        "max_position_embeddings": 2048,
+    },
+    "tiny-llama": {
+        **_LLAMA,
+        "hidden_size": 64,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab_size": 512,
         "max_position_embeddings": 2048,
     },
     "qwen3-0.6b": {
@@ -105,26 +132,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     # The widths of Llama 3 8B, two of its 32 layers and half of its vocabulary: 1.9 GB.
     "llama-8b-slice": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+        **_LLAMA,
         "head_dim": 128,
-        "hidden_act": "silu",
         "hidden_size": 4096,
-        "initializer_range": BASE_STD,
         "intermediate_size": 14336,
         "max_position_embeddings": 8192,
-        "mlp_bias": False,
         "num_attention_heads": 32,
         "num_hidden_layers": 2,
         "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
         "vocab_size": 64128,
     },
 }

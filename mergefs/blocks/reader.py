@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name
 from mergefs.catalog.tables import Catalog, Location
 from mergefs.errors import BudgetExceededError, CorruptionError
 from mergefs.hashing import Buffer, digest
+
+if TYPE_CHECKING:
+    from mergefs.blocks.tiers.exact_fast import ClassOrder
 
 
 class Kind(enum.Enum):
@@ -195,13 +199,19 @@ class BlockReader:
         return known
 
     def read_coarse(
-        self, block: bytes, depth: int, kind: Kind, known: Mapping[bytes, Buffer]
+        self,
+        block: bytes,
+        depth: int,
+        kind: Kind,
+        known: Mapping[bytes, Buffer],
+        out: NDArray[np.float32] | None = None,
     ) -> tuple[NDArray[np.float32], Buffer]:
         """Return a coarse delta of a block: its first tiers, decoded.
 
         Args:
             block, kind, known: see `read`.
             depth: how many tiers to read; fewer than the block has.
+            out: float32[n] to write the delta to; a new array otherwise.
 
         Returns:
             The delta, float32[n], from the block that it is encoded against, and that block's bytes.
@@ -210,8 +220,6 @@ class BlockReader:
             CorruptionError: when a tier is missing or damaged, or the block has no tiers.
             BudgetExceededError: see `ReadCounter.add`.
         """
-        from mergefs.blocks import tiers
-
         locations, payloads = self.read_payloads(block, kind, depth)
         record = locations[0].record
         if record.encoding != codecs.Encoding.TIERS or not depth < record.tiers:
@@ -219,7 +227,54 @@ class BlockReader:
         base = self._base(record, kind, known)
         if base is None:
             raise CorruptionError(f"block {block.hex()} has tiers and no base block")
-        return tiers.decode_delta(payloads, base), base
+        return self._delta(record, payloads, base, out), base
+
+    def read_exact(
+        self,
+        block: bytes,
+        kind: Kind,
+        known: Mapping[bytes, Buffer],
+        base: Buffer,
+        out: NDArray[np.float32],
+        order: ClassOrder | None = None,
+    ) -> Buffer | None:
+        """Write a block's exact delta from `base` to `out` where it has tiers that were encoded against that; otherwise
+        return its bytes.
+
+        A delta is not checked against the block's id, as its bytes are not made for it: every payload is checked, and
+        the base is by who read it.
+
+        Args:
+            block, kind, known: see `read`.
+            base: one of the values of `known`.
+            out: float32[n].
+            order: that of `base`, where several blocks are decoded against it; see `tiers.class_order`.
+
+        Raises: see `read`.
+        """
+        locations, payloads = self.read_payloads(block, kind)
+        record = locations[0].record
+        if record.encoding == codecs.Encoding.TIERS and known.get(record.base) is base:
+            self._delta(record, payloads, base, out, order)
+            return None
+        return self._decoded(record, payloads, self._base(record, kind, known))
+
+    def _delta(
+        self,
+        record: Record,
+        payloads: list[bytes],
+        base: Buffer,
+        out: NDArray[np.float32] | None,
+        order: ClassOrder | None = None,
+    ) -> NDArray[np.float32]:
+        from mergefs.blocks import tiers
+
+        try:
+            if len(base) != record.raw_length:
+                raise CorruptionError(f"a base block of {len(base)} bytes for a block of {record.raw_length}")
+            return tiers.decode_delta(payloads, base, out, order)
+        except CorruptionError as error:
+            raise CorruptionError(f"block {record.block.hex()} is damaged: {error}") from error
 
     def _base(self, record: Record, kind: Kind, known: Mapping[bytes, Buffer] | None) -> Buffer | None:
         """Return the bytes of the block that a block is encoded against; None where it is encoded alone."""

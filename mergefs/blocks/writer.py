@@ -46,6 +46,7 @@ class BlockWriter:
         self._new: set[bytes] = set()
         self._reused: set[bytes] = set()
         self._unclaimed: list[bytes] = []
+        self._noted: list[tuple[str, bytes, bytes]] = []
         self._lock = threading.Lock()
         self.stored_bytes = 0
         """Bytes of the packs closed so far."""
@@ -111,6 +112,10 @@ class BlockWriter:
         if len(self._unclaimed) >= _CLAIM_BATCH:
             self._claim()
 
+    def note(self, table: str, key: bytes, value: bytes) -> None:
+        """Have something entered in the catalog together with the blocks that were added so far."""
+        self._noted.append((table, key, value))
+
     def share(self, block: bytes) -> None:
         """Note that a stored block is needed that the lease's manifests protect already."""
         with self._lock:
@@ -138,7 +143,7 @@ class BlockWriter:
     def _close_packs(self) -> None:
         """Enter the open packs in one transaction: a block is known with all its tiers or not at all."""
         packs, self._open = [self._open[depth] for depth in sorted(self._open)], {}
-        if not packs:
+        if not packs and not self._noted:
             return
         with ExitStack() as stack:
             for pack in packs:
@@ -146,12 +151,15 @@ class BlockWriter:
             finished = [(bytes.fromhex(pack.finish()), pack) for pack in packs]
         self.stored_bytes += sum(pack.size for pack in packs)
         self._catalog.write(lambda txn: self._register(txn, finished))
+        self._noted = []
 
     def _register(self, txn: Transaction, finished: list[tuple[bytes, PackWriter]]) -> None:
         for identity, pack in finished:
             adopt(self._backend, identity, pack.path)
         put_packs(txn, ((identity, pack.size, pack.records) for identity, pack in finished))
         self._lease.claim(txn, {record.block for _, pack in finished for record in pack.records})
+        for table, key, value in self._noted:
+            txn.put(table, key, value)
 
 
 def depth_of(tier: int, tiers: int) -> int:

@@ -26,6 +26,7 @@ TABLES = (
     "statistics",
     "thresholds",
     "products",
+    "derivations",
     "checksums",
     "leases",
     "claims",

@@ -99,8 +99,8 @@ def plan(repo: str | None, recipe: str, aim: dict[str, Any], seed: int, strict_s
     began = time.monotonic()
     with repository(repo) as opened:
         planned = opened.plan(Recipe.load(recipe), seed=seed, strict_shapes=strict_shapes, **aim)
-        value = _plan_value(planned, began, len(planned.plan.encoded))
-    emit(value, as_json, lambda: _plan_text(planned))
+        value = _plan_value(opened, planned, began, len(planned.plan.encoded))
+    emit(value, as_json, lambda: _plan_text(planned, value))
 
 
 @click.command()
@@ -125,8 +125,8 @@ def explain(repo: str | None, recipe: str, aim: dict[str, Any], seed: int, plot:
         explanation = explain_plan(planned)
         if plot is not None:
             draw_curve(planned, plot)
-        value = {**_plan_value(planned, began, 0), **plain(explanation)}
-    emit(value, as_json, lambda: _plan_text(planned) + "\n\n" + _explanation_text(explanation, value["curve"]))
+        value = {**_plan_value(opened, planned, began, 0), **plain(explanation)}
+    emit(value, as_json, lambda: _plan_text(planned, value) + "\n\n" + _explanation_text(explanation, value["curve"]))
 
 
 @click.command()
@@ -339,14 +339,8 @@ class _Ingesting(_Found):
         return report.manifest
 
 
-def _plan_value(planned: Planned, began: float, written: int) -> dict[str, Any]:
-    from mergefs.merge.derive import stored_block
-
-    blocks = [
-        stored_block(planned.plan, planned.experts, tensor, number) is None
-        for tensor in planned.base.tensors
-        for number in range(len(tensor.blocks))
-    ]
+def _plan_value(opened: Repository, planned: Planned, began: float, written: int) -> dict[str, Any]:
+    blocks = opened.forecast(planned)
     return {
         "plan": planned.plan.id,
         "manifest": None,
@@ -361,8 +355,7 @@ def _plan_value(planned: Planned, began: float, written: int) -> dict[str, Any]:
         "predicted_error": planned.predicted_error,
         "curve": curve(planned),
         "blocks": {
-            "shared": blocks.count(False),
-            "derived": blocks.count(True),
+            **plain(blocks),
             "lazy": 0,
             "changed": len(planned.candidates),
             "read": int((planned.depth > 0).sum()),
@@ -372,11 +365,13 @@ def _plan_value(planned: Planned, began: float, written: int) -> dict[str, Any]:
     }
 
 
-def _plan_text(planned: Planned) -> str:
-    return "\n".join((_read_text(planned), *planned.notes))
+def _plan_text(planned: Planned, value: dict[str, Any]) -> str:
+    blocks = value["blocks"]
+    counts = f"{blocks['shared']} shared, {blocks['remembered']} remembered, {blocks['derived']} to derive"
+    return "\n".join((_reading_text(planned), f"blocks: {counts}", *planned.notes))
 
 
-def _read_text(planned: Planned) -> str:
+def _reading_text(planned: Planned) -> str:
     chosen, total = int((planned.depth > 0).sum()), len(planned.candidates)
     budget = "no budget" if planned.budget_bytes is None else f"budget {format_size(planned.budget_bytes)}"
     what = "everything" if planned.everything else f"{chosen} of {total} changed expert blocks"
@@ -439,10 +434,13 @@ def _percent(share: float | None) -> str:
 def _merge_text(report: MergeReport) -> str:
     moved = f"\n'{report.ref}' named {report.previous[:12]} before" if report.previous else ""
     share = report.read.expert / report.expert_raw_bytes if report.expert_raw_bytes else 0.0
+    blocks = (
+        f"{report.blocks.shared} blocks shared, {report.blocks.remembered} remembered, {report.blocks.derived} derived,"
+        f" {report.blocks.lazy} lazy"
+    )
     return (
-        f"{report.ref} is {report.manifest[:12]}: {report.blocks.shared} blocks shared, {report.blocks.derived}"
-        f" derived, {report.blocks.lazy} lazy; read {format_size(report.read.expert)} of experts ({share:.1%} of"
-        f" {format_size(report.expert_raw_bytes)}) and {format_size(report.read.base)} of the base, wrote"
-        f" {format_size(report.written_bytes)}, in {report.seconds:.1f} s{moved}"
-        + "".join(f"\n{n}" for n in report.notes)
+        f"{report.ref} is {report.manifest[:12]}: {blocks}; read {format_size(report.read.expert)} of experts"
+        f" ({share:.1%} of {format_size(report.expert_raw_bytes)}) and {format_size(report.read.base)} of the base,"
+        f" wrote {format_size(report.written_bytes)}, in {report.seconds:.1f} s{moved}"
+        + "".join(f"\n{note}" for note in report.notes)
     )

@@ -28,6 +28,7 @@ class Breadcrumbs(Method):
     name = "breadcrumbs"
     parameters: ClassVar = PARAMETERS
     trims = True
+    placed = False
 
     def kept(self, own: Mapping[str, Scalar], elements: int) -> tuple[int, int] | None:
         """See `Method.kept`."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.floats import from_float, to_float
+from mergefs.blocks.tiers.scratch import room
 from mergefs.dtypes import DTYPES, DType
 from mergefs.hashing import Buffer
 from mergefs.manifest import Manifest, Tensor
@@ -54,14 +55,17 @@ def merged_values(sources: Sources, tensor: Tensor, number: int, base: BaseBlock
     experts = planned.planned(number)
     if wants_double(sources, tensor, experts):
         values = values.astype(np.float64)
-    deltas = np.empty((len(experts), values.size), values.dtype)
+    deltas = room(f"deltas-{values.dtype}", len(experts) * values.size, values.dtype.type)
+    deltas = deltas.reshape(len(experts), values.size)
     for _ in DeltaIterator(sources, planned, number, base, values, out=deltas):
         pass
     first, _ = tensor.grid(sources.base.block_elements).extent(number)
     numbers = plan.numbers_of(planned)
-    return registry.method(plan.method).merge(
+    merged = registry.method(plan.method).merge(
         BlockInputs(plan, planned, numbers, values, deltas, experts, first, tensor.shape)
     )
+    # The deltas' room is this thread's for its next block.
+    return merged.copy() if np.may_share_memory(merged, deltas) else merged
 
 
 def output_dtype(plan: Plan, tensor: Tensor) -> DType:

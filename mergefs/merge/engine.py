@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 from mergefs.blocks.reader import ReadCounter
 from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
 from mergefs.merge.lazy import load_plan
-from mergefs.merge.run import DEFAULT_MEMORY, Earlier, Figures, MergeReport, Progress, Run
+from mergefs.merge.run import DEFAULT_MEMORY, Figures, MergeReport, Progress, Run
 from mergefs.planner.aim import Aim
 from mergefs.planner.check import check_plan
 from mergefs.planner.fitting import fit_models
@@ -232,7 +232,6 @@ def refine(
         figures = Figures.of(planned, target, began, {"refines": identity})
         if manifest.is_lazy:
             return RefineReport(**vars(run.lazy(figures)), refines=identity, reread_bytes=0)
-        earlier = Earlier(manifest, before)
-        report = run.eager(figures, progress, earlier)
-        again = planned.reread_bytes(before, lambda tensor, number: earlier.block(planned.plan, tensor, number) is None)
+        report = run.eager(figures, progress)
+        again = planned.reread_bytes(before, run.is_derived)
         return RefineReport(**vars(report), refines=identity, reread_bytes=again)

@@ -9,7 +9,24 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from mergefs.merge.wide import LANES, elect_vector
+
 _jit = numba.njit(nogil=True, cache=True)
+
+
+@_jit
+def _add(total, coefficient, row):
+    for i in range(total.size):
+        total[i] += coefficient * np.float64(row[i])
+
+
+@_jit
+def _add_four(total, c, r0, r1, r2, r3):
+    """`_add` of four rows, one after the other."""
+    c0, c1, c2, c3 = c[0], c[1], c[2], c[3]
+    for i in range(total.size):
+        two = (total[i] + c0 * np.float64(r0[i])) + c1 * np.float64(r1[i])
+        total[i] = (two + c2 * np.float64(r2[i])) + c3 * np.float64(r3[i])
 
 
 @_jit
@@ -21,19 +38,24 @@ def combine(base, base_scale, deltas, coefficients, out):
         deltas: the same dtype, [k, n].
         coefficients: float64[k].
     """
-    total = np.empty(2048, np.float64)
-    n = base.size
-    for start in range(0, n, 2048):
-        stop = min(2048, n - start)
-        for i in range(stop):
-            total[i] = 0.0
-        for k in range(coefficients.size):
-            c = coefficients[k]
-            row = deltas[k]
-            for i in range(stop):
-                total[i] += c * np.float64(row[start + i])
-        for i in range(stop):
-            out[start + i] = base_scale * np.float64(base[start + i]) + total[i]
+    tile = 1024
+    room = np.empty(tile, np.float64)
+    for start in range(0, base.size, tile):
+        stop = min(base.size, start + tile)
+        total = room[: stop - start]
+        total[:] = 0.0
+        k = 0
+        while k + 4 <= coefficients.size:
+            four = deltas[k : k + 4, start:stop]
+            _add_four(total, coefficients[k : k + 4], four[0], four[1], four[2], four[3])
+            k += 4
+        while k < coefficients.size:
+            _add(total, coefficients[k], deltas[k, start:stop])
+            k += 1
+        below = base[start:stop]
+        found = out[start:stop]
+        for i in range(total.size):
+            found[i] = base_scale * np.float64(below[i]) + total[i]
 
 
 @_jit
@@ -86,6 +108,28 @@ def elect(base, deltas, thresholds, weights, normalize, scale, out):
 
 
 @_jit
+def elect_singles(base, deltas, thresholds, weights, normalize, scale, out):
+    """`elect` of float32 whose rows are contiguous; see `wide`."""
+    whole = base.size // LANES * LANES
+    at_base, at_deltas, at_out = base.ctypes.data, deltas.ctypes.data, out.ctypes.data
+    at_thresholds, at_weights, stride = thresholds.ctypes.data, weights.ctypes.data, deltas.strides[0]
+    for i in range(0, whole, LANES):
+        at = 4 * i
+        elect_vector(
+            at_base + at,
+            at_deltas + at,
+            stride,
+            weights.size,
+            at_thresholds,
+            at_weights,
+            normalize,
+            scale,
+            at_out + at,
+        )
+    elect(base[whole:], deltas[:, whole:], thresholds, weights, normalize, scale, out[whole:])
+
+
+@_jit
 def cut(delta, low, high):
     """Set to zero the elements of a delta (float32[n] or float64[n], in place) whose magnitude is below `low` or above
     `high`."""
@@ -123,6 +167,40 @@ def draw(counter, key0, key1, lanes):
 
 
 @_jit
+def _draw_many(counter, key0, key1, lanes, out):
+    """Write `draw` of `counter` and the next ones, one after the other, to out (uint32[4 m]).
+
+    Args:
+        lanes: room, uint32[4, m].
+    """
+    c0, c1, c2, c3 = lanes[0], lanes[1], lanes[2], lanes[3]
+    for i in range(c0.size):
+        number = np.uint64(counter) + np.uint64(i)
+        c0[i] = np.uint32(number)
+        c1[i] = np.uint32(number >> np.uint64(32))
+        c2[i] = np.uint32(0)
+        c3[i] = np.uint32(0)
+    k0 = np.uint32(key0)
+    k1 = np.uint32(key1)
+    for _ in range(10):
+        # So that products of 32 bits are made, several at a time.
+        for i in range(c0.size):
+            p0 = np.uint64(0xD2511F53) * np.uint64(c0[i])
+            p1 = np.uint64(0xCD9E8D57) * np.uint64(c2[i])
+            c0[i] = np.uint32(p1 >> np.uint64(32)) ^ c1[i] ^ k0
+            c2[i] = np.uint32(p0 >> np.uint64(32)) ^ c3[i] ^ k1
+            c1[i] = np.uint32(p1)
+            c3[i] = np.uint32(p0)
+        k0 = np.uint32(k0 + np.uint32(0x9E3779B9))
+        k1 = np.uint32(k1 + np.uint32(0xBB67AE85))
+    for i in range(c0.size):
+        out[4 * i] = c0[i]
+        out[4 * i + 1] = c1[i]
+        out[4 * i + 2] = c2[i]
+        out[4 * i + 3] = c3[i]
+
+
+@_jit
 def drop(delta, first, key0, key1, limit):
     """Set to zero the elements whose random number is `limit` or more.
 
@@ -135,18 +213,25 @@ def drop(delta, first, key0, key1, limit):
         key0, key1: the 32-bit halves of the key.
         limit: an integer 0 .. 2**32: the share that is kept, times 2**32.
     """
-    n = delta.size
-    lanes = np.empty(4, np.uint64)
+    if np.uint64(limit) > np.uint64(0xFFFFFFFF):
+        return
+    many = 256
+    lanes = np.empty((4, many), np.uint32)
+    drawn = np.empty(4 * many, np.uint32)
+    bound = np.uint32(limit)
+    counter = first // 4
+    skipped = first % 4
     i = 0
-    while i < n:
-        element = np.uint64(first) + np.uint64(i)
-        draw(element >> np.uint64(2), key0, key1, lanes)
-        lane = np.int64(element & np.uint64(3))
-        while lane < 4 and i < n:
-            if lanes[lane] >= np.uint64(limit):
-                delta[i] = 0.0
-            lane += 1
-            i += 1
+    while i < delta.size:
+        _draw_many(counter, key0, key1, lanes, drawn)
+        count = min(drawn.size - skipped, delta.size - i)
+        part = delta[i : i + count]
+        numbers = drawn[skipped : skipped + count]
+        for j in range(count):
+            part[j] = part[j] if numbers[j] < bound else 0.0
+        i += count
+        counter += many
+        skipped = 0
 
 
 @_jit

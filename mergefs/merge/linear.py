@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.merge.method import BlockInputs, Method
+from mergefs.canonical import Json
+from mergefs.merge.method import BlockInputs, Method, exactly
 from mergefs.merge.parameters import INT8_MASK, OF_DELTAS, OFF, ON, WEIGHT
 from mergefs.planner.plan import Numbers, TensorPlan
 
@@ -31,7 +32,24 @@ def delta_scale(numbers: Numbers) -> float:
     return float(numbers.shared["lambda"]) / divisor
 
 
-class Linear(Method):
+class SumMethod(Method):
+    """A method whose result is `base_scale` times the base and the deltas times their `coefficients`."""
+
+    placed = False
+    decides = False
+
+    def depends_on(self, numbers: Numbers, tensor: TensorPlan, experts: tuple[int, ...]) -> Json:
+        """See `Method.depends_on`: here the experts that are read have factors, and nothing else counts."""
+        factors = self.coefficients(numbers, tensor)
+        return [exactly(self.base_scale(numbers, tensor)), *(exactly(factors[expert]) for expert in experts)]
+
+    def merge(self, inputs: BlockInputs) -> NDArray[Any]:
+        """See `Method.merge`."""
+        scale = self.base_scale(inputs.numbers, inputs.tensor)
+        return combine(inputs, scale, self.coefficients(inputs.numbers, inputs.tensor))
+
+
+class Linear(SumMethod):
     """sum w_i x_i, divided by sum w_i when `normalize`. With x_i = base + d_i this is a sum of deltas, so
     that an average is exact whatever lies between base and experts."""
 
@@ -39,7 +57,6 @@ class Linear(Method):
     parameters: ClassVar = {"weight": WEIGHT, "normalize": ON, INT8_MASK: OFF}
     needs_base = False
     takes_base = False
-    decides = False
 
     def base_scale(self, numbers: Numbers, tensor: TensorPlan) -> float:
         """See `Method.base_scale`."""
@@ -50,25 +67,14 @@ class Linear(Method):
         divisor = sum(numbers.weights) if numbers.shared["normalize"] else 1.0
         return tuple(w / divisor for w in numbers.weights)
 
-    def merge(self, inputs: BlockInputs) -> NDArray[Any]:
-        """See `Method.merge`."""
-        return combine(
-            inputs, self.base_scale(inputs.numbers, inputs.tensor), self.coefficients(inputs.numbers, inputs.tensor)
-        )
 
-
-class TaskArithmetic(Method):
+class TaskArithmetic(SumMethod):
     """base + lambda * sum w_i d_i, the sum divided by sum w_i when `normalize`."""
 
     name = "task_arithmetic"
     parameters: ClassVar = {**OF_DELTAS, "normalize": OFF}
-    decides = False
 
     def coefficients(self, numbers: Numbers, tensor: TensorPlan) -> tuple[float, ...]:
         """See `Method.coefficients`: here they are known exactly."""
         scale = delta_scale(numbers)
         return tuple(w * scale for w in numbers.weights)
-
-    def merge(self, inputs: BlockInputs) -> NDArray[Any]:
-        """See `Method.merge`."""
-        return combine(inputs, 1.0, self.coefficients(inputs.numbers, inputs.tensor))

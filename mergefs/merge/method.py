@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
+from mergefs.canonical import Json
 from mergefs.merge.parameters import ParameterSpec, Scalar
 from mergefs.planner.plan import Numbers, Plan, TensorPlan
 from mergefs.statistics.tensor import trim_rank
@@ -50,6 +51,10 @@ class Method(ABC):
         is_random: whether the seed matters.
         trims: whether deltas are trimmed at thresholds that the plan holds; see `kept`.
         fewest, most: how many models it can merge, the base not counted where it has to be named.
+        placed: whether the seed, the experts' names, or the place of elements in their tensor may matter, and not only
+            the elements and what `depends_on` returns.
+        version: raised when the method gives other results for the same inputs, so that blocks that earlier ones gave
+            are not taken for its own.
         decides: whether anything but a sum of deltas with fixed factors comes out: elements are dropped or elected.
     """
 
@@ -59,6 +64,8 @@ class Method(ABC):
     takes_base: ClassVar[bool] = True
     is_random: ClassVar[bool] = False
     trims: ClassVar[bool] = False
+    placed: ClassVar[bool] = True
+    version: ClassVar[int] = 1
     decides: ClassVar[bool] = True
     fewest: ClassVar[int] = 1
     most: ClassVar[int] = 1 << 16
@@ -89,6 +96,18 @@ class Method(ABC):
         beforehand; the planner weighs what it reads by it."""
         return tuple(w * float(numbers.shared.get("lambda", 1.0)) for w in numbers.weights)
 
+    def depends_on(self, numbers: Numbers, tensor: TensorPlan, experts: tuple[int, ...]) -> Json:
+        """Return all numbers that a block's result depends on where these experts are read, real ones as `exactly`
+        gives them; results are remembered by it."""
+        return {
+            "experts": list(experts),
+            "own": [{name: exactly(value) for name, value in own.items()} for own in numbers.experts],
+            "shared": {name: exactly(value) for name, value in numbers.shared.items()},
+            "thresholds": [exactly(x) for x in tensor.thresholds],
+            "ceilings": [exactly(x) for x in tensor.ceilings],
+            "factors": [exactly(x) for x in tensor.factors],
+        }
+
     def kept(self, own: Mapping[str, Scalar], elements: int) -> tuple[int, int] | None:
         """Return for a method that trims which elements of a tensor's delta stay: None for all, or two numbers: so many
         of the largest magnitudes go, and so many of the next ones stay.
@@ -101,3 +120,8 @@ class Method(ABC):
         if density >= 1.0:
             return None
         return 0, trim_rank(density, elements) if density > 0.0 else 0
+
+
+def exactly(value: Scalar) -> Json:
+    """Return a parameter as it is hashed: a flag, or the shortest text of a number that reads back the same."""
+    return value if isinstance(value, bool) else repr(float(value))

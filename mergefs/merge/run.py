@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
@@ -21,9 +21,10 @@ from mergefs.hashing import digest
 from mergefs.manifest import Blob, Manifest, Tensor
 from mergefs.merge.derive import derive, output_dtype, stored_block
 from mergefs.merge.output import Output
+from mergefs.merge.remembered import TABLE, Derivations
 from mergefs.merge.sources import Sources
 from mergefs.pipeline import available_cores, ordered
-from mergefs.planner.plan import Plan, TensorPlan
+from mergefs.planner.plan import Plan
 from mergefs.planner.resolve import Planned
 from mergefs.statistics.stored import tier_bytes
 from mergefs.statistics.tensor import TIERS
@@ -41,14 +42,16 @@ class BlockCounts:
     """Blocks of the merged tensors.
 
     Attributes:
-        shared: that were stored before the merge.
+        shared: that were stored before the merge: the base's, an expert's, or by chance another one.
         derived: that the merge added.
         lazy: that will be derived when they are read.
+        remembered: that an earlier merge derived from the same, and that were not derived again.
     """
 
     shared: int
     derived: int
     lazy: int
+    remembered: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,29 +115,18 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """A result of the same recipe whose blocks are taken over where the plans agree."""
-
-    manifest: Manifest
-    plan: Plan
-
-    def block(self, plan: Plan, tensor: Tensor, number: int) -> str | None:
-        """Return the block's id where it is stored and would be derived alike."""
-        mine, its = (found.tensor_by_name.get(tensor.name) for found in (plan, self.plan))
-        mine, its = mine or TensorPlan(tensor.name, ()), its or TensorPlan(tensor.name, ())
-        if mine.depths_at(number) != its.depths_at(number):
-            return None
-        if (mine.thresholds, mine.ceilings, mine.factors) != (its.thresholds, its.ceilings, its.factors):
-            return None
-        if plan.numbers_of(mine) != self.plan.numbers_of(its):
-            return None
-        return self.manifest.tensor_by_name[tensor.name].blocks[number]
-
-
-@dataclass(frozen=True)
 class _Job:
+    """A block to be derived.
+
+    Attributes:
+        tensor: the base's.
+        number: of the block.
+        key: under which it will be remembered.
+    """
+
     tensor: Tensor
     number: int
+    key: bytes
 
 
 @dataclass(frozen=True)
@@ -166,6 +158,7 @@ class Run:
         self._reader = BlockReader(store.catalog, store.backend, counter)
         self._experts = tuple(store.manifest(expert) for expert in plan.experts)
         self._threads = _threads_within(max_memory, threads or available_cores(), len(self._experts), store)
+        self._derived: set[tuple[str, int]] = set()
         # Each expert has a run under way in each of its packs, and one more that is not used up.
         self._longest = min(LONGEST, max_memory // (_READING_SHARE * 2 * TIERS * max(1, len(self._experts))))
 
@@ -184,43 +177,67 @@ class Run:
             writer.flush()
             return self._publish(manifest, writer, counts, figures)
 
-    def eager(self, figures: Figures, progress: Progress | None, earlier: Earlier | None = None) -> MergeReport:
-        """Derive and store every block, then publish; blocks that an earlier result has are taken from it."""
-        blocks: dict[str, list[str | None]] = {t.name: list(t.blocks) for t in self._base.tensors}
-        jobs = []
-        derived = 0
-        with self._writer() as writer:
-            for job in self._all_jobs():
-                known = self._stored(job.tensor, job.number)
-                if known is None and earlier:
-                    known = earlier.block(self._plan, job.tensor, job.number)
-                if known is None:
-                    jobs.append(job)
-                elif known != job.tensor.blocks[job.number]:
-                    writer.reuse(bytes.fromhex(known))
-                    blocks[job.tensor.name][job.number] = known
-            output = self._output(writer)
-            sources = self._sources(jobs)
-            results = ordered(
-                lambda job: self._derive(writer, sources, job),
-                jobs,
-                threads=self._threads,
-                window=2 * self._threads + 2,
-            )
-            for count, done in enumerate(results, start=1):
-                derived += self._keep(writer, done)
-                blocks[done.job.tensor.name][done.job.number] = done.block.hex()
-                if progress:
-                    progress(count, len(jobs))
-            manifest = output.manifest({tensor: tuple(ids) for tensor, ids in blocks.items()})
-            writer.flush()
-            total = sum(len(ids) for ids in blocks.values())
-            return self._publish(manifest, writer, BlockCounts(total - derived, derived, 0), figures)
+    def eager(self, figures: Figures, progress: Progress | None) -> MergeReport:
+        """Derive and store every block, then publish; blocks that are remembered are not derived again.
 
-    def _all_jobs(self) -> Iterator[_Job]:
-        for tensor in self._base.tensors:
-            for number in range(len(tensor.blocks)):
-                yield _Job(tensor, number)
+        When the user interrupts it, what has been derived is stored and remembered, and nothing is published.
+        """
+        with self._writer() as writer:
+            try:
+                return self._eager(writer, figures, progress)
+            except KeyboardInterrupt:
+                writer.flush()
+                raise
+
+    def _eager(self, writer: BlockWriter, figures: Figures, progress: Progress | None) -> MergeReport:
+        blocks: dict[str, list[str | None]] = {t.name: list(t.blocks) for t in self._base.tensors}
+        jobs, remembered = self._open_jobs(writer, blocks)
+        derived = 0
+        output = self._output(writer)
+        sources = self._sources(jobs)
+        results = ordered(
+            lambda job: self._derive(writer, sources, job),
+            jobs,
+            threads=self._threads,
+            window=2 * self._threads + 2,
+        )
+        for count, done in enumerate(results, start=1):
+            derived += self._keep(writer, done)
+            blocks[done.job.tensor.name][done.job.number] = done.block.hex()
+            if progress:
+                progress(count, len(jobs))
+        manifest = output.manifest({tensor: tuple(ids) for tensor, ids in blocks.items()})
+        writer.flush()
+        shared = sum(len(ids) for ids in blocks.values()) - derived - remembered
+        return self._publish(manifest, writer, BlockCounts(shared, derived, 0, remembered), figures)
+
+    def is_derived(self, tensor: Tensor, number: int) -> bool:
+        """Tell whether `eager` derived a block, rather than taking one that was stored."""
+        return (tensor.name, number) in self._derived
+
+    def _open_jobs(self, writer: BlockWriter, blocks: dict[str, list[str | None]]) -> tuple[list[_Job], int]:
+        """Enter the blocks that are stored, and return the others and how many of the stored ones were remembered."""
+        jobs: list[_Job] = []
+        taken: list[tuple[Tensor, int, str]] = []
+        remembered = 0
+        derivations = Derivations(self._plan, self._base, self._experts)
+        with self._store.catalog.read() as txn:
+            for tensor in self._base.tensors:
+                for number, below in enumerate(tensor.blocks):
+                    known = self._stored(tensor, number)
+                    if known is None:
+                        key = derivations.key(txn, tensor, number)
+                        known = derivations.find(txn, key)
+                        remembered += known is not None
+                        if known is None:
+                            jobs.append(_Job(tensor, number, key))
+                    if known is not None and known != below:
+                        taken.append((tensor, number, known))
+        for tensor, number, known in taken:
+            writer.reuse(bytes.fromhex(known))
+            blocks[tensor.name][number] = known
+        self._derived = {(job.tensor.name, job.number) for job in jobs}
+        return jobs, remembered
 
     def _stored(self, tensor: Tensor, number: int) -> str | None:
         return stored_block(self._plan, self._experts, tensor, number)
@@ -263,6 +280,7 @@ class Run:
         return _Done(job, block, len(raw), codecs.encode(raw, dtype, root_raw), root)
 
     def _keep(self, writer: BlockWriter, done: _Done) -> int:
+        writer.note(TABLE, done.job.key, done.block)
         if done.encoded is None:
             writer.reuse(done.block)
             return 0

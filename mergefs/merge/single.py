@@ -7,20 +7,19 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.merge.linear import combine
+from mergefs.merge.linear import SumMethod
 from mergefs.merge.method import BlockInputs, Method
 from mergefs.merge.parameters import ParameterSpec
 from mergefs.planner.plan import Numbers, TensorPlan
 
 
-class Passthrough(Method):
+class Passthrough(SumMethod):
     """The model itself, times `scale`."""
 
     name = "passthrough"
     parameters: ClassVar = {"scale": ParameterSpec(1.0, per_model=True)}
     needs_base = False
     takes_base = False
-    decides = False
     most = 1
 
     def taken(self, numbers: Numbers) -> int | None:
@@ -35,12 +34,6 @@ class Passthrough(Method):
         """See `Method.coefficients`: here they are known exactly."""
         return numbers.each("scale")
 
-    def merge(self, inputs: BlockInputs) -> NDArray[Any]:
-        """See `Method.merge`."""
-        return combine(
-            inputs, self.base_scale(inputs.numbers, inputs.tensor), self.coefficients(inputs.numbers, inputs.tensor)
-        )
-
 
 class NearSwap(Method):
     """base + w d with w = t / |d|, at most 1: the model where it is near the base, t away from the base elsewhere."""
@@ -48,6 +41,7 @@ class NearSwap(Method):
     name = "nearswap"
     parameters: ClassVar = {"t": ParameterSpec(None, lowest=0.0)}
     fewest, most = 1, 1
+    placed = False
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, Kind
+from mergefs.blocks.tiers import class_order
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
 from mergefs.manifest import Manifest, Tensor
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
+
+if TYPE_CHECKING:
+    from mergefs.blocks.tiers.exact_fast import ClassOrder
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,12 @@ class BaseBlock:
     Attributes:
         raw: its bytes.
         known: the bytes of this block, and of the one that it is encoded against, by id.
+        order: of its elements, where several experts are decoded against it; see `tiers.class_order`.
     """
 
     raw: Buffer
     known: dict[bytes, Buffer]
+    order: ClassOrder | None = None
 
 
 class Sources:
@@ -75,17 +81,24 @@ class Sources:
         """
         found = self.experts[expert].tensor_by_name[tensor]
         block = _block_id(found, number)
+        if out is None:
+            out = np.empty_like(values)
         if depth == EXACT:
-            raw = self._reader.read(block, Kind.EXPERT, base.known)
-            exact: NDArray[Any] = np.subtract(to_float(raw, found.dtype), values, out=out, dtype=values.dtype)
-            return exact
-        delta, root = self._reader.read_coarse(block, depth, Kind.EXPERT, base.known)
+            raw: Buffer | None
+            if out.dtype == np.float32 and found.dtype is self.base.tensor_by_name[tensor].dtype:
+                raw = self._reader.read_exact(block, Kind.EXPERT, base.known, base.raw, out, base.order)
+            else:
+                raw = self._reader.read(block, Kind.EXPERT, base.known)
+            if raw is not None:
+                np.subtract(to_float(raw, found.dtype), values, out=out, dtype=values.dtype)
+            return out
+        direct = out if out.dtype == np.float32 else None
+        delta, root = self._reader.read_coarse(block, depth, Kind.EXPERT, base.known, direct)
         if root is not base.raw:
             # It is encoded against another block than the base's: what these two differ by comes on top.
             delta = delta + (to_float(root, found.dtype) - values)
-        if out is None:
-            out = np.empty_like(values)
-        out[:] = delta
+        if delta is not out:
+            out[:] = delta
         return out
 
 
@@ -129,11 +142,14 @@ class DeltaIterator:
             CorruptionError: see `Sources.expert_delta`; it names the expert, the tensor and the block.
         """
         sources, name = self._sources, self._tensor.name
+        depths = [self._tensor.depth(expert, self._number) for expert in self.experts]
+        base = self._base
+        if depths.count(EXACT) > 1:
+            base = replace(base, order=class_order(base.raw))
         for row, expert in enumerate(self.experts):
             out = None if self._out is None else self._out[row]
-            depth = self._tensor.depth(expert, self._number)
             try:
-                delta = sources.expert_delta(expert, name, self._number, depth, self._base, self._values, out)
+                delta = sources.expert_delta(expert, name, self._number, depths[row], base, self._values, out)
             except CorruptionError as error:
                 whose = sources.plan.experts[expert][:12]
                 raise CorruptionError(f"expert {whose}, tensor '{name}', block {self._number}: {error}") from error

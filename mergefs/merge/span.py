@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.errors import RecipeError
-from mergefs.merge.linear import combine
-from mergefs.merge.method import BlockInputs, Method
+from mergefs.merge.linear import SumMethod
 from mergefs.planner.plan import Numbers, TensorPlan
 
 Vector = NDArray[np.float64]
@@ -64,10 +62,8 @@ class Span:
         return float(np.clip(self.dot(a, b) / norms, -1.0, 1.0)) if norms > 0.0 else 0.0
 
 
-class SpanMethod(Method):
+class SpanMethod(SumMethod):
     """A method of this kind."""
-
-    decides = False
 
     @abstractmethod
     def result(self, numbers: Numbers, span: Span) -> Vector:
@@ -91,7 +87,3 @@ class SpanMethod(Method):
     def coefficients(self, numbers: Numbers, tensor: TensorPlan) -> tuple[float, ...]:
         """See `Method.coefficients`: here they are known exactly."""
         return tensor.factors[1:]
-
-    def merge(self, inputs: BlockInputs) -> NDArray[Any]:
-        """See `Method.merge`."""
-        return combine(inputs, inputs.tensor.factors[0], inputs.tensor.factors[1:])

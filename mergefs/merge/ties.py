@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.merge.method import BlockInputs, Method
+from mergefs.canonical import Json
+from mergefs.merge.method import BlockInputs, Method, exactly
 from mergefs.merge.parameters import DENSITY, OF_DELTAS, ON
+from mergefs.planner.plan import Numbers, TensorPlan
 
 
 def elect(inputs: BlockInputs, weights: tuple[float, ...], thresholds: tuple[float, ...]) -> NDArray[Any]:
@@ -20,7 +22,8 @@ def elect(inputs: BlockInputs, weights: tuple[float, ...], thresholds: tuple[flo
 
     out = np.empty_like(inputs.base)
     settings = inputs.numbers.shared
-    kernels.elect(
+    loop = kernels.elect_singles if out.dtype == np.float32 else kernels.elect
+    loop(
         inputs.base,
         inputs.deltas,
         np.array([thresholds[e] if thresholds else 0.0 for e in inputs.experts], np.float64),
@@ -39,6 +42,15 @@ class Ties(Method):
     name = "ties"
     parameters: ClassVar = {**OF_DELTAS, "density": DENSITY, "normalize": ON}
     trims = True
+    placed = False
+
+    def depends_on(self, numbers: Numbers, tensor: TensorPlan, experts: tuple[int, ...]) -> Json:
+        """See `Method.depends_on`: here only the experts that are read count."""
+        return {
+            "weights": [exactly(numbers.weights[expert]) for expert in experts],
+            "thresholds": [exactly(tensor.thresholds[expert]) for expert in experts] if tensor.thresholds else [],
+            "shared": {name: exactly(value) for name, value in numbers.shared.items()},
+        }
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""

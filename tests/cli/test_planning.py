@@ -19,7 +19,7 @@ from mergefs.errors import UserError
 Run = Callable[..., Result]
 
 READ = {"expert", "base", "metadata"}
-BLOCKS = {"shared", "derived", "lazy"}
+BLOCKS = {"shared", "remembered", "derived", "lazy"}
 MERGE = {
     *("plan", "manifest", "ref", "previous", "budget_bytes", "expert_raw_bytes", "predicted_error", "read"),
     *("written_bytes", "blocks", "seconds", "notes"),

@@ -20,6 +20,7 @@ from mergefs.hashing import Buffer
 
 if TYPE_CHECKING:
     from mergefs.blocks.tiers.encoder import Encoded
+    from mergefs.blocks.tiers.exact_fast import ClassOrder
 
 PAYS = 0.66
 """All tiers together may take this share of the raw bytes: a bf16 block takes about as much without any base."""
@@ -72,13 +73,19 @@ def encode_always(expert: Buffer, base: Buffer, exact: Exact, sample: NDArray[np
     return encoder.encode(_bits(expert), _bits(base), exact, encoder.NO_SAMPLE if sample is None else sample)
 
 
-def decode_delta(tiers: Sequence[Buffer], base: Buffer, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+def decode_delta(
+    tiers: Sequence[Buffer],
+    base: Buffer,
+    out: NDArray[np.float32] | None = None,
+    order: ClassOrder | None = None,
+) -> NDArray[np.float32]:
     """Return the delta, float32[n], that a prefix of a block's tiers gives: zeros for none, exact for all.
 
     Args:
         tiers: the first tiers of the block.
         base: the bytes of its base block, which also say how large it is.
         out: float32[n] to write to; a new array otherwise.
+        order: the base's, where several blocks are decoded against it; see `class_order`.
 
     Raises:
         CorruptionError: when a tier is damaged or was made for another base.
@@ -91,10 +98,20 @@ def decode_delta(tiers: Sequence[Buffer], base: Buffer, out: NDArray[np.float32]
     from mergefs.blocks.tiers import decoder
 
     try:
-        decoder.delta(tiers, bits, out)
+        decoder.delta(tiers, bits, out, order)
     except (ValueError, RuntimeError) as error:
         raise CorruptionError(f"a block's tiers do not decode: {error}") from error
     return out
+
+
+def class_order(base: Buffer) -> ClassOrder:
+    """Return the order of a base block's elements, which makes decoding several exact deltas from it faster.
+
+    It belongs to the thread that uses it first, until that asks for another one.
+    """
+    from mergefs.blocks.tiers.exact_fast import ClassOrder
+
+    return ClassOrder(base)
 
 
 def decode(tiers: Sequence[Buffer], base: Buffer) -> memoryview:

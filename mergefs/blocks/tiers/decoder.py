@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergefs.blocks import zstd_frames
 from mergefs.blocks.tiers.coarse import NOTHING, Coarse, CoarseTier, Prediction
-from mergefs.blocks.tiers.exact_fast import FastTier
+from mergefs.blocks.tiers.exact_fast import NO_ORDER, ClassOrder, FastTier
 from mergefs.blocks.tiers.exact_small import SmallTier
 from mergefs.blocks.tiers.kernels import rests, runs, wide
 from mergefs.blocks.tiers.layout import COARSE_TIERS, Kind, read_header, split_mask
@@ -86,22 +86,52 @@ class Opened:
         return self.coarse[-1].prediction if self.coarse else NOTHING
 
 
-def delta(tiers: Sequence[Buffer], base: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-    """Write the delta that any prefix of a block's tiers gives to float32[n]."""
+def delta(
+    tiers: Sequence[Buffer], base: NDArray[np.uint16], out: NDArray[np.float32], order: ClassOrder | None = None
+) -> None:
+    """Write the delta that any prefix of a block's tiers gives to float32[n].
+
+    Args:
+        tiers: the prefix.
+        base: uint16[n].
+        out: float32[n].
+        order: of the base's elements, where several blocks are decoded against it.
+    """
     opened = Opened(tiers, base)
-    if opened.exact is not None:
+    if not tiers:
+        out[:] = 0
+        return
+    found = out if opened.mask is None else room("delta", opened.base.size, np.float32)
+    if isinstance(opened.exact, FastTier):
+        _fast_delta(opened, opened.exact, None if opened.mask is not None else order, found)
+    elif opened.exact is not None:
         rests.subtract(_exact(opened), base, out)
         return
-    if not opened.coarse:
-        out[:] = 0
-        return
-    coarse, _ = opened.unpack()
-    found = out if opened.mask is None else room("delta", opened.base.size, np.float32)
-    codes, unit, grid = opened.prediction
-    coarse.check(opened.coarse, wide.deltas(opened.base, coarse, codes, unit, grid, found))
+    else:
+        coarse, _ = opened.unpack()
+        codes, unit, grid = opened.prediction
+        coarse.check(opened.coarse, wide.deltas(opened.base, coarse, codes, unit, grid, found))
     if opened.mask is not None:
-        out[:] = 0
+        if opened.exact is None:
+            out[:] = 0
+        else:
+            rests.subtract(base, base, out)  # 0 wherever the base is finite
         runs.put(found, opened.mask, out)
+
+
+def _fast_delta(opened: Opened, tier: FastTier, order: ClassOrder | None, out: NDArray[np.float32]) -> None:
+    """Write the exact delta of the elements in changed runs, part by part, without the bits in between."""
+    coarse, contents = opened.unpack()
+    codes, unit, _ = opened.prediction
+    places = tier.starts.copy()
+    by_place = NO_ORDER
+    if order is not None:
+        tier.check(order.starts[1:])
+        by_place = order.places
+    grouped = tier.grouped(contents)
+    coarse.check(opened.coarse, wide.exact_deltas(opened.base, coarse, codes, unit, grouped, places, by_place, out))
+    if order is None:
+        tier.check(places[:256])
 
 
 def exact(tiers: Sequence[Buffer], base: NDArray[np.uint16]) -> NDArray[np.uint16]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from mergefs.blocks.tiers.kernels import rests as kernels
 from mergefs.blocks.tiers.layout import HEADER_SIZE, Header, Kind, compress, cut, read_sized, sized
 from mergefs.blocks.tiers.scratch import room
 from mergefs.blocks.zstd_frames import Frame
+from mergefs.hashing import Buffer
 
 
 def write(rests: NDArray[np.uint16], base: NDArray[np.uint16], q: NDArray[np.int8]) -> bytes:
@@ -70,12 +72,56 @@ class FastTier(NamedTuple):
         Raises:
             ValueError: when the tier was made for another base.
         """
-        n = base.size
-        grouped = room("grouped", 2 * n, np.uint16)  # twice: whatever the base, no class can run past its end
-        kernels.join(contents[0], contents[1], grouped)
-        out = room("rests", n, np.uint16)
         places = self.starts.copy()
-        kernels.ungroup(grouped, base, places, out)
-        if not np.array_equal(places[:256], self.starts[1:]):
-            raise ValueError("the exact tier was made for another base")
+        out = room("rests", base.size, np.uint16)
+        kernels.ungroup(self.grouped(contents), base, places, out)
+        self.check(places[:256])
         return out
+
+    def grouped(self, contents: list[NDArray[np.uint8]]) -> NDArray[np.uint16]:
+        """Return the rests in the order of classes, uint16[2 n]: twice as long as they are, so that with whatever base
+        no class can run past the end."""
+        grouped = room("grouped", 2 * contents[0].size, np.uint16)
+        kernels.join(contents[0], contents[1], grouped)
+        return grouped
+
+    def check(self, ends: NDArray[np.uint64]) -> None:
+        """Check where the base's classes end (uint64[256]).
+
+        Raises:
+            ValueError: when the tier was made for another base.
+        """
+        if not np.array_equal(ends, self.starts[1:]):
+            raise ValueError("the exact tier was made for another base")
+
+
+class ClassOrder:
+    """Where the elements of a base's block lie when all lie in the order of their classes.
+
+    It is found when it is first asked for, in about the time that decoding one block without it takes longer.
+    """
+
+    def __init__(self, base: Buffer) -> None:
+        self._raw = base
+
+    @cached_property
+    def _base(self) -> NDArray[np.uint16]:
+        return np.frombuffer(self._raw, np.uint16)
+
+    @cached_property
+    def starts(self) -> NDArray[np.uint64]:
+        """uint64[257], where each class begins."""
+        found = np.empty(257, np.uint64)
+        kernels.count_classes(self._base, found)
+        return found
+
+    @cached_property
+    def places(self) -> NDArray[np.uint32]:
+        """uint32[n], the place of each element."""
+        found = room("order", self._base.size, np.uint32)
+        kernels.order(self._base, self.starts.copy(), found)
+        return found
+
+
+NO_ORDER = np.empty(0, np.uint32)
+"""Stands for the places where there is no order."""

@@ -111,3 +111,35 @@ def subtract(expert, base, out):
     """Write the exact delta, float32[n]."""
     for i in range(base.size):
         out[i] = np.float32(value(expert[i]) - value(base[i]))
+
+
+@_jit
+def subtract_rest(rests, predicted, q, base, out):
+    """`apply` and `subtract` in one: write the exact delta, float32[n]."""
+    for i in range(rests.size):
+        folded = int32(rests[i])
+        rest = (folded >> 1) ^ -(folded & 1)
+        sign = int32(q[i]) >> 31
+        rest = (rest ^ sign) - sign
+        out[i] = np.float32(value(unordered(uint16(int32(predicted[i]) + rest))) - value(base[i]))
+
+
+@_jit
+def order(base, places, out):
+    """Write where each element lies when all lie in the order of their classes, uint32[n].
+
+    Args:
+        places: uint64[257], where each class begins; changed.
+    """
+    for i in range(base.size):
+        c = (base[i] >> uint16(7)) & uint16(255)
+        k = places[c]
+        out[i] = k
+        places[c] = k + uint64(1)
+
+
+@_jit
+def gather(grouped, order, out):
+    """`ungroup` by the places that `order` found."""
+    for i in range(order.size):
+        out[i] = grouped[order[i]]

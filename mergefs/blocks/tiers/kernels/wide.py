@@ -1,9 +1,9 @@
 """The loops over coarse tiers, for vectors in LLVM's intermediate code and for 64 elements as the bits of a word.
 
-Predictions are written so because numba computes small integers in 64 bits, which halves what fits in a vector. Three
-instructions of x86 speed things up where they are: see `DEPOSITS` and `PERMUTES`. All of the intermediate code but an
-instruction of `streams` is in this module. Addresses and lengths come from the arrays, so nothing outside them is
-touched.
+Predictions are written so because numba computes small integers in 64 bits, which halves what fits in a vector. Some
+instructions of x86 speed things up where they are: see `DEPOSITS`, `PERMUTES` and `LOOKS_UP`. All of the intermediate
+code but an instruction of `streams` is in this module. Addresses and lengths come from the arrays, so nothing outside
+them is touched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba import int16, int32, types, uint32, uint64
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
-from mergefs.blocks.tiers.kernels import plain, symbols
+from mergefs.blocks.tiers.kernels import plain, rests, symbols
 from mergefs.blocks.tiers.kernels.centroids import size
 from mergefs.blocks.tiers.kernels.floats import value
 from mergefs.blocks.tiers.kernels.quantise import LANES, PAGE, add_squares, total
@@ -38,6 +38,9 @@ AMD's before Zen 3 have them too, but as programs that take longer than tables.
 
 PERMUTES = "+avx512bw" in _FEATURES
 """Whether it looks up 32 numbers of 16 bits in a table of 64 in one instruction."""
+
+LOOKS_UP = "+avx2" in _FEATURES
+"""Whether it looks up 8 floats in a table of 8 in one instruction."""
 
 TILE = 8192
 """So many elements are refined and predicted before the next ones: their q and base stay in the near caches."""
@@ -97,6 +100,42 @@ def _delta32(typingctx, q, base, sizes, first, out):
     return types.int64(types.int64, types.int64, types.int64, types.uint16, types.int64), generate
 
 
+def _centroids(builder, magnitude, low, high, unit):
+    """The centroids (float32[16]) of magnitudes (int32[16]), from their codes: 4 bytes in `low`, 4 in `high`."""
+    i32 = magnitude.type
+
+    def const(number):
+        return ir.Constant(i32, [number] * 16)
+
+    below4 = builder.icmp_signed("<", magnitude, const(4))
+    half = builder.select(below4, _splat(builder, low, i32), _splat(builder, high, i32))
+    shift = builder.shl(builder.and_(magnitude, const(3)), const(3))
+    code = builder.and_(builder.lshr(half, shift), const(255))
+    f32 = ir.VectorType(_F32, 16)
+    return builder.fmul(builder.sitofp(code, f32), _splat(builder, unit, f32))
+
+
+def _looked_up(builder, magnitude, low, high, unit):
+    """The same by looking them up, eight at a time."""
+    i8, f8 = ir.VectorType(_I32, 8), ir.VectorType(_F32, 8)
+
+    def shuffled(one, other, places):
+        mask = ir.Constant(ir.VectorType(_I32, len(places)), places)
+        return builder.shuffle_vector(one, other, mask)
+
+    shifts = ir.Constant(i8, [0, 8, 16, 24] * 2)
+    halves = shuffled(_splat(builder, low, i8), _splat(builder, high, i8), [0, 1, 2, 3, 12, 13, 14, 15])
+    codes = builder.and_(builder.lshr(halves, shifts), ir.Constant(i8, [255] * 8))
+    table = builder.fmul(builder.sitofp(codes, f8), _splat(builder, unit, f8))
+    function = ir.FunctionType(f8, [f8, i8])
+    permute = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx2.permps")
+    one, other = (
+        builder.call(permute, [table, shuffled(magnitude, magnitude, list(range(first, first + 8)))])
+        for first in (0, 8)
+    )
+    return shuffled(one, other, list(range(16)))
+
+
 @_intrinsic
 def _predict16(typingctx, q, base, low, high, unit, out):
     """`plain.predict` for 16 elements at these addresses."""
@@ -112,12 +151,8 @@ def _predict16(typingctx, q, base, low, high, unit, out):
         base = builder.shl(builder.zext(_load(builder, args[1], i16, 2), i32), const(16))
         negative = builder.icmp_signed("<", q, const(0))
         magnitude = builder.select(negative, builder.sub(const(0), q), q)
-        below4 = builder.icmp_signed("<", magnitude, const(4))
-        half = builder.select(below4, _splat(builder, low, i32), _splat(builder, high, i32))
-        shift = builder.shl(builder.and_(magnitude, const(3)), const(3))
-        code = builder.and_(builder.lshr(half, shift), const(255))
-        centroid = builder.fmul(builder.sitofp(code, f32), _splat(builder, unit, f32))
-        centroid = builder.bitcast(centroid, i32)
+        centroids = _looked_up if LOOKS_UP else _centroids
+        centroid = builder.bitcast(centroids(builder, magnitude, low, high, unit), i32)
         exponent = builder.and_(base, const(0x7F800000))
         least = const(8 << 23)
         ulp = builder.select(builder.icmp_signed(">", exponent, least), exponent, least)
@@ -383,4 +418,37 @@ def predictions(base, coarse, codes, unit, out):
     for start in range(0, n, TILE):
         b = base[start : start + TILE]
         predict(b, _refined(coarse, start, b), codes, unit, out[start : start + TILE])
+    return True
+
+
+@_jit
+def exact_deltas(base, coarse, codes, unit, grouped, places, order, out):
+    """Write the exact delta (float32[n]) from a block's coarse tiers and its rests in the order of their classes.
+
+    Args:
+        base: uint16[n].
+        coarse: `coarse.Coarse`; its q and what is used of its streams are changed.
+        codes, unit: of the last coarse tier.
+        grouped: uint16[2 n], see `rests.ungroup`.
+        places: uint64[257], where each class begins; changed where there is no `order`.
+        order: uint32[n], where each element's rest lies, or uint32[0]: it is then found by going through the classes.
+        out: float32[n].
+
+    Returns:
+        Whether the gaps fit.
+    """
+    n = base.size
+    if not symbols.read_gaps(coarse.gaps, coarse.q, n):
+        return False
+    predicted, rest = np.empty(TILE, np.uint16), np.empty(TILE, np.uint16)
+    for start in range(0, n, TILE):
+        b = base[start : start + TILE]
+        size = b.size
+        q = _refined(coarse, start, b)
+        predict(b, q, codes, unit, predicted[:size])
+        if order.size:
+            rests.gather(grouped, order[start : start + size], rest)
+        else:
+            rests.ungroup(grouped, b, places, rest)
+        rests.subtract_rest(rest[:size], predicted, q, b, out[start : start + size])
     return True
