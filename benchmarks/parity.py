@@ -1,9 +1,10 @@
 """Every merge method beside mergekit 0.1.5 and beside its float64 definition: `python -m benchmarks.parity`.
 
 It makes small checkpoints, a base and three experts in float32 and in bf16, and merges them by every recipe of
-`parity_grid`, with mergefs and with mergekit. Both results are rounded to bf16 and compared with `definitions`'s
-and with each other. Where they are not within one bf16 ULP of each other for 99.9 % of the elements, the table says why,
-and which of the two is the definition's. Distances are counted in bf16 numbers: thousands are a sign that differs near 0.
+`parity_grid`, with mergefs and with mergekit. Both results are rounded to bf16 and compared with those of `definitions`
+and with each other. Where they are not within one bf16 ULP of each other for 99.9 % of the elements, the table says
+why, and which of the two is the definition's. Distances are counted in bf16 numbers: thousands are a sign that differs
+near 0.
 """
 
 from __future__ import annotations

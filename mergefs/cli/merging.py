@@ -21,7 +21,7 @@ from mergefs.cli.common import (
     table,
     threads_option,
 )
-from mergefs.errors import NotFoundError, UserError
+from mergefs.errors import NotFoundError, RecipeError, UserError
 from mergefs.merge.accuracy import ErrorReport
 from mergefs.merge.run import MergeReport
 from mergefs.planner.aim import PLANNERS, Aim
@@ -160,7 +160,11 @@ def merge(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Merge models by RECIPE (mergekit YAML), or by a stored plan, into the model NAME."""
+    """Merge models by RECIPE (mergekit YAML), or by a stored plan, into the model NAME.
+
+    Of a file of several recipes, the last one gives NAME; an earlier one, called X, gives NAME.X, which later ones may
+    name as X.
+    """
     keep_freed_memory()
     # What can be refused is refused before anything is ingested.
     check_ref_name(name)
@@ -169,24 +173,38 @@ def merge(
         raise UserError("give either a recipe or --plan")
     if planned is not None and (seed or may_ingest or strict_shapes or aim != _NO_AIM):
         raise UserError("a plan has its budget, seed and models already: leave the other options out")
+    earlier: list[MergeReport] = []
     with repository(repo) as opened:
         if recipe is None:
             assert planned is not None
             with progress("merging") as tell:
                 report = opened.merge_planned(planned, name, progress=tell, **work)
         else:
-            parsed = Recipe.load(recipe)
+            *parts, last = Recipe.load_all(recipe)
+            names = _names_of_parts(recipe, parts, name)
             work |= {"seed": seed, "strict_shapes": strict_shapes}
-            lookup = _Ingesting(opened, parsed, threads) if may_ingest else None
+            found = _Ingesting(opened, [*parts, last], threads) if may_ingest else _Found(opened)
+            for part, target in zip(parts, names, strict=True):
+                with progress(f"merging {target}") as tell:
+                    earlier.append(
+                        opened.merge(part, target, lookup=found, progress=tell, **{**work, "lazy": False}, **aim)
+                    )
+                found.results[str(part.name)] = earlier[-1].manifest
             with progress("merging") as tell:
-                report = opened.merge(parsed, name, lookup=lookup, progress=tell, **work, **aim)
+                report = opened.merge(last, name, lookup=found, progress=tell, **work, **aim)
         error = None
         if wants_error:
             error = opened.measure_error(
                 report.manifest, report.predicted_error, importance=aim["importance"], threads=threads
             )
     value = {**plain(report), **({} if error is None else {"report": plain(error)})}
-    emit(value, as_json, lambda: _merge_text(report) + ("" if error is None else "\n" + _error_text(error)))
+    if earlier:
+        value["earlier"] = plain(earlier)
+    emit(
+        value,
+        as_json,
+        lambda: "\n".join(map(_merge_text, [*earlier, report])) + ("" if error is None else "\n" + _error_text(error)),
+    )
 
 
 @click.command()
@@ -235,25 +253,59 @@ def materialize(repo: str | None, ref: str, max_memory: str, threads: int | None
     emit(report, as_json, lambda: _merge_text(report))
 
 
-class _Ingesting:
-    """Finds a recipe's models, ingesting those that are paths: the base first, the others against it."""
+def _names_of_parts(file: str, parts: list[Recipe], name: str) -> list[str]:
+    """Return the refs for the results of all recipes of a file but the last one.
 
-    def __init__(self, opened: Repository, recipe: Recipe, threads: int | None) -> None:
+    Raises:
+        RecipeError: when one of them has no name, or two have the same.
+        RefNameError: when it has one that cannot be a ref.
+    """
+    for number, part in enumerate(parts):
+        where = f"{file}, line {part.line}"
+        if part.name is None:
+            raise RecipeError(f"{where}: of several recipes, each but the last needs a 'name'")
+        if part.name in [other.name for other in parts[:number]]:
+            raise RecipeError(f"{where}: the name '{part.name}' is there twice")
+        check_ref_name(f"{name}.{part.name}")
+    return [f"{name}.{part.name}" for part in parts]
+
+
+class _Found:
+    """Finds recipes' models: results of earlier recipes of the same file, then what the repository has.
+
+    Attributes:
+        results: manifest ids of those results, by the recipes' names.
+    """
+
+    def __init__(self, opened: Repository) -> None:
         self._opened = opened
-        self._threads = threads
-        self._found: dict[str, str] = {}
-        self._check_paths(recipe)
-        base = None
-        if recipe.base_model is not None:
-            base = self._find(recipe.base_model, None)
-        for model in recipe.models:
-            self._find(model, base)
+        self.results: dict[str, str] = {}
 
     def __call__(self, model: str) -> str:
-        return self._found[model]
+        return self.results.get(model) or self._opened.resolve(model)
+
+
+class _Ingesting(_Found):
+    """The same, ingesting models that are paths before anything is merged: the base first, the others against it."""
+
+    def __init__(self, opened: Repository, recipes: list[Recipe], threads: int | None) -> None:
+        super().__init__(opened)
+        self._threads = threads
+        self._found: dict[str, str] = {}
+        self._adapters = {name: parts for recipe in recipes for name, parts in recipe.adapters.items()}
+        made = {recipe.name for recipe in recipes[:-1]}
+        wanted = [[name for name in (*recipe.named, *recipe.others) if name not in made] for recipe in recipes]
+        self._check_paths([name for names in wanted for name in names])
+        for recipe, names in zip(recipes, wanted, strict=True):
+            base = recipe.base_model if recipe.base_model in names else None
+            for name in names:
+                self._find(name, None if base is None or name == base else self._find(base, None))
+
+    def __call__(self, model: str) -> str:
+        return self.results.get(model) or self._found[model]
 
     def _find(self, name: str, base: str | None) -> str:
-        model, adapter = _parts(self._opened, name)
+        model, adapter = self._parts(name)
         if adapter is not None:
             self._find(adapter, None)
         if model not in self._found:
@@ -263,10 +315,14 @@ class _Ingesting:
                 self._found[model] = self._ingest(model, base)
         return self._found[model]
 
-    def _check_paths(self, recipe: Recipe) -> None:
+    def _parts(self, name: str) -> tuple[str, str | None]:
+        from mergefs.planner.models import model_and_adapter
+
+        return model_and_adapter(self._opened, name, self._adapters)
+
+    def _check_paths(self, models: list[str]) -> None:
         """Open every checkpoint that would be ingested, so that a bad one is refused before anything is."""
-        named = (*recipe.models, *([recipe.base_model] if recipe.base_model else []))
-        for model in (part for name in named for part in _parts(self._opened, name) if part is not None):
+        for model in (part for name in models for part in self._parts(name) if part is not None):
             if not self._opened.has(model):
                 if not Path(model).exists():
                     raise NotFoundError(f"'{model}' is neither a model of this repository nor a path")
@@ -288,12 +344,6 @@ class _Ingesting:
             unique = name
         click.echo(f"ingested {model} as {unique}", err=True)
         return report.manifest
-
-
-def _parts(opened: Repository, name: str) -> tuple[str, str | None]:
-    from mergefs.planner.models import model_and_adapter
-
-    return model_and_adapter(opened, name)
 
 
 def _plan_value(opened: Repository, planned: Planned, began: float, written: int) -> dict[str, Any]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import click
 
 from mergefs.cli.common import emit, json_option, repository
 from mergefs.merge.parameters import Scalar
-from mergefs.planner.layers import kind_of
-from mergefs.planner.models import find_models
-from mergefs.planner.resolve import numbers_of_tensors
+from mergefs.planner.layers import kind_of, layer_of
+from mergefs.planner.meaning import Group, Meaning, Origin, meaning_of
 from mergefs.recipe import Recipe
 
 
@@ -28,40 +26,55 @@ def check(repo: str | None, file: str, as_json: bool) -> None:
     """Tell what the recipe FILE means: its models, and for which tensors which numbers hold."""
     asked = Recipe.load(file)
     with repository(repo) as opened:
-        models = find_models(opened, asked)
-        different, which = numbers_of_tensors(asked, opened.manifest(models.base))
-    groups = [
-        {
-            "tensors": [name for name, number in which.items() if number == place],
-            "experts": [dict(own) for own in numbers.experts],
-            "shared": dict(numbers.shared),
-        }
-        for place, numbers in enumerate(different)
-    ]
-    value = {
-        "method": asked.method.name,
-        "base": models.base,
-        "models": [{"name": name, "manifest": m} for name, m in zip(asked.models, models.experts, strict=True)],
-        "dtype": asked.dtype,
-        "ignored": list(asked.ignored),
-        "groups": groups,
-    }
-    emit(value, as_json, lambda: _text(value))
+        meaning = meaning_of(opened, asked)
+    emit(meaning, as_json, lambda: _text(meaning))
 
 
-def _text(value: dict[str, Any]) -> str:
-    lines = [f"{value['method']} of {', '.join(m['name'] for m in value['models'])} on {value['base'][:12]}"]
-    if value["ignored"]:
-        lines.append(f"ignored, for {value['method']} has no such parameters: {', '.join(value['ignored'])}")
-    for group in value["groups"]:
-        kinds = dict.fromkeys(kind_of(name) for name in group["tensors"])
-        lines.append(f"\n{len(group['tensors'])} tensors: {', '.join(kinds)}")
-        if group["shared"]:
-            lines.append(f"  all: {_numbers(group['shared'])}")
-        for model, own in zip(value["models"], group["experts"], strict=True):
+def _text(meaning: Meaning) -> str:
+    on = f" on {meaning.base[:12]}" if meaning.base else ""
+    lines = [f"{meaning.method} of {', '.join(model.name for model in meaning.models)}{on}"]
+    lines += [f"output dtype {meaning.dtype}"] if meaning.dtype else []
+    lines += [f"tokenizer of {meaning.tokenizer}"] if meaning.tokenizer else []
+    lines += ["chat template: the models' most frequent one"] if meaning.chat_template == "auto" else []
+    if meaning.ignored:
+        lines.append(f"ignored, for {meaning.method} has no such parameters: {', '.join(meaning.ignored)}")
+    lines += meaning.notes
+    for group in meaning.groups:
+        kinds = dict.fromkeys(kind_of(name) for name in group.tensors)
+        where = "" if group.slice is None else f"slice {group.slice}, "
+        lines.append(f"\n{where}{_tensors(len(group.tensors))}{_layers(group)}: {', '.join(kinds)}")
+        lines.append(f"  from {', '.join(_origin(origin) for origin in group.sources)}")
+        if group.shared:
+            lines.append(f"  all: {_numbers(group.shared)}")
+        merged = [origin.model for origin in group.sources if not origin.is_base]
+        for model, own in zip(merged, group.experts, strict=False):
             if own:
-                lines.append(f"  {model['name']}: {_numbers(own)}")
+                lines.append(f"  {model}: {_numbers(own)}")
     return "\n".join(lines)
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count} tensors"
+
+
+def _layers(group: Group) -> str:
+    """Return in which layers of the result a group's tensors lie."""
+    numbers = sorted({layer for name in group.tensors if (layer := layer_of(name)) is not None})
+    if not numbers:
+        return ""
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+    if len(numbers) == 1:
+        return f" of layer {numbers[0]}"
+    return f" of layers {numbers[0]} to {numbers[-1]}" if whole else f" of layers {', '.join(map(str, numbers))}"
+
+
+def _origin(origin: Origin) -> str:
+    part = ""
+    if origin.layer_range is not None:
+        first, stop = origin.layer_range
+        part = f", layers {first} to {stop - 1}" if stop > first else ", no layers"
+    base = " (base)" if origin.is_base else ""
+    return f"'{origin.model}'{part}{base}"
 
 
 def _numbers(values: Mapping[str, Scalar]) -> str:

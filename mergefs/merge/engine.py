@@ -225,7 +225,14 @@ def refine(
         raise UserError(f"'{name}' is a checkpoint, not a merge: there is nothing to refine")
     before = load_plan(store, manifest.lineage.plan)
     recipe = Recipe.parse(before.recipe)
-    models = Models(before.base, before.experts, before.baseless, before.models)
+    models = Models(
+        before.base,
+        before.experts,
+        before.baseless,
+        before.models,
+        tokenizer_files=before.tokenizer,
+        chat_template=before.chat_template,
+    )
     with store.lease("refine", {identity, *models.all}) as lease:
         counter = ReadCounter()
         factors = _factors(store, models, max_memory)

@@ -12,6 +12,7 @@ from mergefs.errors import CorruptionError
 from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData
 from mergefs.merge.derive import output_dtype
 from mergefs.planner.plan import Plan
+from mergefs.planner.tokenizers import CONFIG, TEMPLATE, is_tokenizers
 
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".gguf", ".h5", ".msgpack", ".ot")
 _WEIGHT_INDEX = "model.safetensors.index.json"
@@ -48,10 +49,26 @@ class Output:
             Tensor(t.name, output_dtype(self._plan, t), t.shape, blocks[t.name]) for t in self._base.tensors
         )
         by_name = {tensor.name: tensor for tensor in tensors}
-        files = [self._file(file, by_name) for file in self._base.files if _is_carried(file)]
         plan = self._plan
+        files = {file.path: self._file(file, by_name) for file in self._base.files if _is_carried(file)}
+        if plan.tokenizer is not None:
+            files = {path: file for path, file in files.items() if not is_tokenizers(path)}
+            files |= {file.path: file for file in plan.tokenizer}
+        if plan.chat_template is not None:
+            self._set_template(files, plan.chat_template)
         lineage = Lineage("merge", plan.id, plan.base, plan.experts, plan.models)
-        return Manifest(self._base.block_elements, tuple(files), tensors, lineage)
+        ordered = tuple(files[path] for path in sorted(files))
+        return Manifest(self._base.block_elements, ordered, tensors, lineage)
+
+    def _set_template(self, files: dict[str, FileRecipe], template: str) -> None:
+        """Write a chat template where loaders look for it: in the tokenizer's configuration, and, where the model has a
+        file of it or no such configuration, in a file of its own."""
+        config = files.get(CONFIG)
+        if config is not None:
+            files[CONFIG] = self._rewritten(config, lambda value: value.update(chat_template=template))
+        if config is None or TEMPLATE in files:
+            data = template.encode()
+            files[TEMPLATE] = FileRecipe(TEMPLATE, len(data), None, (self._store_blob(data),))
 
     def _file(self, file: FileRecipe, tensors: dict[str, Tensor]) -> FileRecipe:
         names = [s.tensor for s in file.segments if isinstance(s, TensorData)]

@@ -47,6 +47,11 @@ _METHODS: dict[str, Method] = {
 }
 
 
+def own() -> tuple[Method, ...]:
+    """Return mergefs's own methods."""
+    return tuple(_METHODS.values())
+
+
 def names() -> tuple[str, ...]:
     """Return the names of all methods: mergefs's own, then those of other packages."""
     return (*_METHODS, *(name for name in _entry_points() if name not in _METHODS))

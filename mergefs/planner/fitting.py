@@ -7,7 +7,7 @@ but for those in which rows of one model meet rows of another.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mergefs.blocks import codecs
@@ -18,11 +18,13 @@ from mergefs.catalog.leases import Lease, NoLease
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import RecipeError
 from mergefs.hashing import digest
-from mergefs.manifest import Blob, Difference, Lineage, Manifest, Tensor
+from mergefs.manifest import Blob, Difference, FileRecipe, Lineage, Manifest, Tensor
 from mergefs.planner.adapters import stand_on
 from mergefs.planner.measured import Measurer
 from mergefs.planner.models import Models, check_mergeable, model_and_adapter
 from mergefs.planner.relaid import relaid
+from mergefs.planner.stacking import is_whole, stack_models
+from mergefs.planner.tokenizers import choose_template, fit_tokenizer
 from mergefs.planner.vocabulary import embedding, has_rows_of_vocabulary, head, ties
 from mergefs.recipe import Recipe
 from mergefs.statistics.sample import positions
@@ -48,51 +50,63 @@ def fit_models(
     Raises:
         RecipeError: when they cannot be fitted, or may not be.
     """
-    base_name = recipe.base_model or models.base[:12]
-    base = store.manifest(models.base)
     with Fitter(store, lease, counter) as fitter:
-        models = _stand_up(store, recipe, models, base, fitter)
-        experts = [store.manifest(expert) for expert in models.experts]
-        for name, expert in zip(recipe.models, experts, strict=True):
-            check_mergeable(base, base_name, expert, name)
-            _check_kinship(base, base_name, expert, name)
-        if all(_same_tensors(base, expert) for expert in experts) and not fitter.redundant_head(base):
-            return models
-        target, notes = fitter.base(base, base_name, list(zip(recipe.models, experts, strict=True)))
-        fitted = []
-        for name, expert in zip(recipe.models, experts, strict=True):
-            found, more = fitter.expert(target, base_name, expert, name)
-            fitted.append(found)
-            notes += more
-        if strict and notes:
-            raise RecipeError(f"{notes[0]}; --strict-shapes refuses that: leave it out to merge them so")
-        fitter.keep(target, base)
-        for found, expert in zip(fitted, experts, strict=True):
-            fitter.keep(found, expert, (base, target))
+        named = {name: fitter.standing(recipe, models, name) for name in models.named}
+        together = fitter.together(recipe, models, named)
+        base, experts, pairs = together.base, [e for _, e in together.experts], together.experts
+        for name, expert in pairs:
+            _check_kinship(base, together.base_name, expert, name)
+        notes: list[str] = []
+        if not all(_same_tensors(base, expert) for expert in experts) or fitter.redundant_head(base):
+            base, notes = fitter.base(together.base, together.base_name, pairs)
+            experts = []
+            for name, expert in pairs:
+                found, more = fitter.expert(base, together.base_name, expert, name)
+                experts.append(found)
+                notes += more
+            if strict and notes:
+                raise RecipeError(f"{notes[0]}; --strict-shapes refuses that: leave it out to merge them so")
+            fitter.keep(base, together.base)
+            for found, (_, expert) in zip(experts, pairs, strict=True):
+                fitter.keep(found, expert, (together.base, base))
+        files: tuple[FileRecipe, ...] | None = None
+        about_tokens: list[str] = []
+        if models.tokenizer is not None:
+            chosen = store.manifest(models.tokenizer)
+            files, about_tokens = fit_tokenizer(recipe, chosen, base, named, fitter.read)
+        template = choose_template(recipe, named, fitter.read)
+    found_as = (together.followed, *(models.additions.get(name, models.named[name]) for name in recipe.models))
+    unchanged = (base.id, *(e.id for e in experts)) == (models.base, *models.experts)
     return replace(
         models,
-        base=target.id,
-        experts=tuple(found.id for found in fitted),
-        found=models.found or (models.base, *models.experts),
-        notes=tuple(dict.fromkeys(notes)),
+        base=base.id,
+        experts=tuple(expert.id for expert in experts),
+        baseless=together.baseless,
+        found=() if unchanged else found_as,
+        notes=tuple(dict.fromkeys((*together.notes, *notes, *about_tokens))),
+        tokenizer_files=files,
+        chat_template=template,
     )
 
 
-def _stand_up(store: Store, recipe: Recipe, models: Models, base: Manifest, fitter: Fitter) -> Models:
-    """Return the models with those in the place of experts on which an adapter or a delta stands."""
-    if not models.additions:
-        return models
-    experts = []
-    for name, identity, addition in zip(recipe.models, models.experts, models.additions, strict=True):
-        if addition is None:
-            experts.append(identity)
-            continue
-        model, other = store.manifest(identity), store.manifest(addition)
-        found = stand_on(store, model, other, model_and_adapter(store, name)[1] or name, fitter.reader)
-        fitter.keep(found, model, (base, base), because_of=(model, other))
-        experts.append(found.id)
-    found_ids = (models.base, *(a or e for e, a in zip(models.experts, models.additions, strict=True)))
-    return replace(models, experts=tuple(experts), found=found_ids, additions=())
+@dataclass(frozen=True)
+class _Together:
+    """The models that are to be fitted to each other.
+
+    Attributes:
+        base, base_name: what deltas are taken from, and what messages call it.
+        experts: names and models.
+        baseless: see `Models`.
+        followed: id of the model whose files the result follows.
+        notes: sentences about what was stacked.
+    """
+
+    base: Manifest
+    base_name: str
+    experts: tuple[tuple[str, Manifest], ...]
+    baseless: bool
+    followed: str
+    notes: tuple[str, ...] = ()
 
 
 def prepare(store: Store, base: Manifest, expert: Manifest, lease: Lease) -> None:
@@ -173,6 +187,54 @@ class Fitter:
         if self._writer is not None:
             self._writer.__exit__(*reason)  # type: ignore[arg-type]
 
+    def standing(self, recipe: Recipe, models: Models, name: str) -> Manifest:
+        """Return a model as a recipe names it: with the adapter or the delta that stands on it.
+
+        Raises:
+            RecipeError, CheckpointError: see `stand_on`.
+        """
+        store = self._store
+        model = store.manifest(models.named[name])
+        if name not in models.additions:
+            return model
+        other, base = store.manifest(models.additions[name]), store.manifest(models.base)
+        found = stand_on(store, model, other, model_and_adapter(store, name, recipe.adapters)[1] or name, self.reader)
+        self.keep(found, model, (base, base), because_of=(model, other))
+        return found
+
+    def together(self, recipe: Recipe, models: Models, named: Mapping[str, Manifest]) -> _Together:
+        """Return the models that a recipe merges: as it names them, or stacked from its slices.
+
+        Args:
+            recipe: that names them.
+            models: as they were found.
+            named: every model by its name in the recipe.
+
+        Raises:
+            RecipeError: when a model cannot be read beside the others, or the slices cannot be stacked.
+        """
+        base_name = recipe.base_model or models.base[:12]
+        base = self._store.manifest(models.base)
+        for name, model in named.items():
+            check_mergeable(base, base_name, model, name)
+        if recipe.slices is None or is_whole(recipe, named):
+            names = recipe.models
+            if recipe.slices is not None:
+                names = tuple(source.model for source in recipe.experts_of(recipe.slices[0]))
+            own = recipe.base_of(recipe.slices[0]) if recipe.slices is not None else None
+            if own is not None:
+                base, base_name = named[own], own
+            experts = tuple((name, named[name]) for name in names)
+            return _Together(base, base_name, experts, models.baseless, base.id)
+        stacks = stack_models(self._store, recipe, named, self.read, self._store_blob)
+        if self._writer is not None:
+            self._writer.flush()
+        for stack in stacks.all:
+            entry: dict[str, object] = {"raw_bytes": stack.raw_bytes}
+            self._store.keep(stack, self._lease, entry, stacks.known if stack is stacks.all[-1] else ())
+        experts = tuple(zip(stacks.names, stacks.experts, strict=True))
+        return _Together(stacks.base, stacks.base_name, experts, stacks.baseless, stacks.followed, stacks.notes)
+
     def keep(
         self,
         fitted: Manifest,
@@ -201,7 +263,7 @@ class Fitter:
     def redundant_head(self, base: Manifest) -> Tensor | None:
         """Return the copy of its embedding that a model has as a head though its config says that it ties them."""
         own = head(base)
-        return own if own is not None and embedding(base) is not None and ties(base, self._read) else None
+        return own if own is not None and embedding(base) is not None and ties(base, self.read) else None
 
     def base(self, base: Manifest, name: str, experts: Sequence[tuple[str, Manifest]]) -> tuple[Manifest, list[str]]:
         """Return the base with the tensors of the result, and sentences about what was done.
@@ -211,7 +273,7 @@ class Fitter:
         """
         notes = []
         dropped: set[str] = set()
-        tied = ties(base, self._read)
+        tied = ties(base, self.read)
         copy = self.redundant_head(base)
         if copy is not None:
             dropped.add(copy.name)
@@ -230,7 +292,7 @@ class Fitter:
                 notes.append(f"tensor '{tensor.name}' is in '{whose}' and not in '{name}': taken from '{whose}'")
         if not dropped and not added:
             return base, notes
-        files, tensors = relaid(base, dropped, list(added.values()), self._read, self._store_blob)
+        files, tensors = relaid(base, dropped, list(added.values()), self.read, self._store_blob)
         sources = [base.id, *(e.id for _, e in experts if any(t.name in e.tensor_by_name for t in added.values()))]
         lineage = Lineage("fitted", sources=tuple(dict.fromkeys(sources)))
         return Manifest(base.block_elements, files, tensors, lineage), _shortened(notes)
@@ -281,7 +343,7 @@ class Fitter:
 
     def _twin(self, base: Manifest, tensor: Tensor, expert: Manifest) -> Tensor | None:
         twin = expert.tensor_by_name.get(tensor.name)
-        if twin is None and tensor is head(base) and ties(expert, self._read):
+        if twin is None and tensor is head(base) and ties(expert, self.read):
             return embedding(expert)
         return twin
 
@@ -343,7 +405,8 @@ class Fitter:
                     found += [(table, new + key[len(old) :], value) for key, value in txn.items(table, old)]
         return found
 
-    def _read(self, blob: Blob) -> bytes:
+    def read(self, blob: Blob) -> bytes:
+        """Return the bytes of a small file's blob."""
         return bytes(self.reader.read(bytes.fromhex(blob.block), Kind.METADATA))
 
     def _store_blob(self, data: bytes) -> Blob:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from os.path import exists
 
 from mergefs.errors import RecipeError
-from mergefs.manifest import Manifest
+from mergefs.manifest import FileRecipe, Manifest
 from mergefs.planner.adapters import is_adapter, is_delta
 from mergefs.recipe import Recipe
 from mergefs.store import Store
@@ -24,7 +24,11 @@ class Models:
             expert's.
         found: base and experts as the recipe names them, where these are fitted ones; else ().
         notes: sentences about what was fitted, for whoever plans with them.
-        additions: for each expert the LoRA adapter or the delta that stands on it, or None; () where no expert has one.
+        named: each model by the name that the recipe has for it; of MODEL+ADAPTER the model.
+        additions: by such a name the LoRA adapter or the delta that stands on it.
+        tokenizer: whose tokenizer the result gets; None where the recipe does not say.
+        tokenizer_files: of that tokenizer, where they are not the base's.
+        chat_template: the text of the one it gets; None for that of its tokenizer.
     """
 
     base: str
@@ -32,12 +36,17 @@ class Models:
     baseless: bool
     found: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    additions: tuple[str | None, ...] = ()
+    named: Mapping[str, str] = field(default_factory=dict)
+    additions: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: str | None = None
+    tokenizer_files: tuple[FileRecipe, ...] | None = None
+    chat_template: str | None = None
 
     @property
     def all(self) -> set[str]:
         """Every one of them, once."""
-        return {self.base, *self.experts, *(addition for addition in self.additions if addition is not None)}
+        tokenizer = set() if self.tokenizer is None else {self.tokenizer}
+        return {self.base, *self.experts, *self.named.values(), *self.additions.values()} | tokenizer
 
 
 def find_models(store: Store, recipe: Recipe, lookup: Callable[[str], str] | None = None) -> Models:
@@ -53,40 +62,57 @@ def find_models(store: Store, recipe: Recipe, lookup: Callable[[str], str] | Non
         RecipeError: when a model is both base and expert of a method of deltas.
     """
     find = lookup or store.resolve
-    found = {name: _find(store, name, find) for name in dict.fromkeys(recipe.models)}
-    experts = tuple(found[name][0] for name in recipe.models)
-    additions = tuple(found[name][1] for name in recipe.models)
-    additions = additions if any(additions) else ()
-    plain = [expert for expert, addition in (found[name] for name in recipe.models) if addition is None]
+    both = {name: _find(store, recipe, name, find) for name in recipe.named}
+    ids = {name: model for name, (model, _) in both.items()}
+    additions = {name: addition for name, (_, addition) in both.items() if addition is not None}
+    tokenizer = None if recipe.tokenizer is None else ids.get(recipe.tokenizer_of) or find(recipe.tokenizer_of)
+    experts = tuple(ids[name] for name in recipe.models)
+    for name in (recipe.base_model, *(part.base_model for part in recipe.slices or ())):
+        if name in additions:
+            raise RecipeError(f"the base '{name}' is no whole model: name the model that it stands on")
+    base, baseless = _base(store, recipe, ids, experts, additions)
+    return Models(base, experts, baseless, named=ids, additions=additions, tokenizer=tokenizer)
+
+
+def _base(
+    store: Store, recipe: Recipe, ids: Mapping[str, str], experts: tuple[str, ...], additions: Mapping[str, str]
+) -> tuple[str, bool]:
+    """Return what deltas are taken from, and whether it is the first expert for want of a base."""
+    plain = [ids[name] for name in recipe.models if name not in additions]
     if recipe.base_model is not None:
-        base, addition = found.get(recipe.base_model) or _find(store, recipe.base_model, find)
-        if addition is not None:
-            raise RecipeError(f"the base '{recipe.base_model}' is no whole model: name the model that it stands on")
-        if recipe.method.needs_base and base in plain:
+        base = ids[recipe.base_model]
+        if recipe.method.needs_base and recipe.slices is None and base in plain:
             raise RecipeError("the base is also one of the experts, under another name: leave it out of 'models'")
-        return Models(base, experts, False, additions=additions)
+        return base, False
+    if recipe.names_a_base:
+        return next(ids[part.base_model] for part in recipe.slices or () if part.base_model is not None), False
     bases = {store.manifest_entry(expert).get("base", expert) for expert in experts}
     several = len(bases.union(experts)) > 1 or len(plain) < len(experts)
     if len(bases) == 1 and several and bases <= set(store.manifest_ids()):
-        return Models(bases.pop(), experts, False, additions=additions)
-    return Models(experts[0], experts, True, additions=additions)
+        return bases.pop(), False
+    return experts[0], True
 
 
-def model_and_adapter(store: Store, name: str) -> tuple[str, str | None]:
-    """Return the two parts of MODEL+ADAPTER; any other name, and one that is a ref or a path as it is, has no second
-    one."""
-    model, _, adapter = name.rpartition("+")
-    return (name, None) if not model or not adapter or store.has(name) or exists(name) else (model, adapter)
+def model_and_adapter(store: Store, name: str, adapters: Mapping[str, tuple[str, str]]) -> tuple[str, str | None]:
+    """Return the two parts of MODEL+ADAPTER, as a recipe names them; any other name, and one that is a ref or a path as
+    it is, has no second one.
+
+    Args:
+        store: the repository.
+        name: of a model.
+        adapters: see `Recipe.adapters`.
+    """
+    return (name, None) if name not in adapters or store.has(name) or exists(name) else adapters[name]
 
 
-def _find(store: Store, name: str, find: Callable[[str], str]) -> tuple[str, str | None]:
+def _find(store: Store, recipe: Recipe, name: str, find: Callable[[str], str]) -> tuple[str, str | None]:
     """Return the manifest ids of a model as a recipe names it, and of what stands on it.
 
     Raises:
         NotFoundError: when it is not in the repository.
         RecipeError: when an adapter is named as a model.
     """
-    model, adapter = model_and_adapter(store, name)
+    model, adapter = model_and_adapter(store, name, recipe.adapters)
     identity = find(model)
     if is_adapter(store.manifest(identity)):
         raise RecipeError(f"'{model}' is a LoRA adapter and no whole model: name it as BASE+{model}")

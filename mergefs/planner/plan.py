@@ -14,6 +14,7 @@ from typing import Any
 from mergefs import canonical
 from mergefs.errors import CorruptionError, FormatVersionError
 from mergefs.hashing import hex_digest
+from mergefs.manifest import Blob, FileRecipe
 from mergefs.merge.parameters import Scalar
 
 FORMAT = "mergefs-plan"
@@ -103,6 +104,8 @@ class Plan:
         budget: the expert bytes that may be read, or None when it did not keep anything from being read.
         tensors: the tensors that are not just the base's.
         recipe: the YAML that it came from.
+        tokenizer: the files of the tokenizer that the result gets; None for the base's.
+        chat_template: the text of the one that it gets; None for that of its tokenizer.
     """
 
     method: str
@@ -116,6 +119,8 @@ class Plan:
     tensors: tuple[TensorPlan, ...]
     recipe: str
     models: tuple[str, ...] = ()
+    tokenizer: tuple[FileRecipe, ...] | None = None
+    chat_template: str | None = None
 
     @cached_property
     def encoded(self) -> bytes:
@@ -148,6 +153,8 @@ class Plan:
                     for t in self.tensors
                 ],
                 "recipe": self.recipe,
+                **({} if self.tokenizer is None else {"tokenizer": [_encoded_file(f) for f in self.tokenizer]}),
+                **({} if self.chat_template is None else {"chat_template": self.chat_template}),
             }
         )
 
@@ -196,6 +203,8 @@ def decode(data: bytes) -> Plan:
             tuple(_tensor(item) for item in value["tensors"]),
             value["recipe"],
             tuple(value["models"]),
+            tuple(_file(item) for item in value["tokenizer"]) if "tokenizer" in value else None,
+            value.get("chat_template"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(f"a plan is malformed: {error!r}") from error
@@ -218,3 +227,13 @@ def _encoded(values: Mapping[str, Scalar]) -> dict[str, Any]:
 
 def _decoded(values: dict[str, Any]) -> dict[str, Scalar]:
     return {name: value if isinstance(value, bool) else float(value) for name, value in values.items()}
+
+
+def _encoded_file(file: FileRecipe) -> dict[str, Any]:
+    segments = [{"blob": s.block, "size": s.size} for s in file.segments if isinstance(s, Blob)]
+    return {"path": file.path, "size": file.size, "sha256": file.sha256, "segments": segments}
+
+
+def _file(value: dict[str, Any]) -> FileRecipe:
+    segments = tuple(Blob(segment["blob"], segment["size"]) for segment in value["segments"])
+    return FileRecipe(value["path"], value["size"], value["sha256"], segments)

@@ -24,7 +24,7 @@ from mergefs.planner.candidates import Candidates, base_cost, factors_cost, find
 from mergefs.planner.choice import choose, make_frontier, planned_depths
 from mergefs.planner.frontier import Frontier
 from mergefs.planner.importance import block_weights
-from mergefs.planner.layers import layer_count, position
+from mergefs.planner.layers import layer_count
 from mergefs.planner.measured import Measurer
 from mergefs.planner.models import Models
 from mergefs.planner.plan import Numbers, Plan, TensorPlan
@@ -131,7 +131,7 @@ def make_plan(
         BudgetError: when the budget is malformed, cannot be planned for, or does not allow the error asked for.
         ImportanceError: when the importance does not fit the base.
     """
-    manifests = {identity: store.manifest(identity) for identity in models.all}
+    manifests = {identity: store.manifest(identity) for identity in (models.base, *models.experts)}
     counter.add(Kind.METADATA, sum(len(m.encoded) for m in manifests.values()))
     base, experts = manifests[models.base], tuple(manifests[e] for e in models.experts)
     raw = sum(expert.tensor_bytes for expert in experts)
@@ -240,7 +240,7 @@ def numbers_of_tensors(recipe: Recipe, base: Manifest) -> tuple[tuple[Numbers, .
     different: list[Numbers] = []
     which = {}
     for name in names:
-        numbers = recipe.numbers(name, position(name, layers))
+        numbers = recipe.numbers_of(name, layers)
         if numbers not in different:
             different.append(numbers)
         which[name] = different.index(numbers)
@@ -261,6 +261,8 @@ def _draft(recipe: Recipe, models: Models, seed: int, numbers: tuple[Numbers, ..
         (),
         recipe.text,
         models.found,
+        models.tokenizer_files,
+        models.chat_template,
     )
 
 
@@ -272,7 +274,7 @@ def _factors(
     whole = Whole(
         tensor.shape,
         len(sources.experts),
-        recipe.base_model is not None,
+        recipe.names_a_base,
         any(mine.strip("0") for mine in changed_blocks(sources, tensor)),
         int.from_bytes(content[:_CONTENT_BYTES]),
         cuts,

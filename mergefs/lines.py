@@ -1,0 +1,131 @@
+"""YAML that remembers its lines, so that messages can name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from mergefs.errors import RecipeError
+
+
+class Map(dict[str, Any]):
+    """A map of YAML.
+
+    Attributes:
+        line: where it begins, from 1.
+        lines: of each key, where the key is.
+        value_lines: of each key, where its value begins.
+    """
+
+    def __init__(self, line: int) -> None:
+        super().__init__()
+        self.line = line
+        self.lines: dict[str, int] = {}
+        self.value_lines: dict[str, int] = {}
+
+
+class Items(list[Any]):
+    """A list of YAML.
+
+    Attributes:
+        line: where it begins, from 1.
+        lines: where each item begins.
+    """
+
+    def __init__(self, line: int) -> None:
+        super().__init__()
+        self.line = line
+        self.lines: list[int] = []
+
+
+class Place:
+    """What messages call a place in a file, or the file as a whole.
+
+    Args:
+        file: what they call the file.
+        line: from 1, or None.
+    """
+
+    def __init__(self, file: str, line: int | None = None) -> None:
+        self.file = file
+        self.line = line
+
+    def __str__(self) -> str:
+        return self.file if self.line is None else f"{self.file}, line {self.line}"
+
+    def at(self, line: int | None) -> Place:
+        """Return another place in the same file."""
+        return Place(self.file, line)
+
+    def key(self, parent: Map, key: str) -> Place:
+        """Return the place of a key; that of the map where it does not have the key."""
+        return self.at(parent.lines.get(key, parent.line))
+
+    def value(self, parent: Map, key: str) -> Place:
+        """Return the place of a key's value."""
+        return self.at(parent.value_lines.get(key, parent.line))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe subset, with a key given twice refused."""
+
+
+def _map(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Map:
+    loader.flatten_mapping(node)
+    found = Map(node.start_mark.line + 1)
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise yaml.MarkedYAMLError(problem=f"the key {key!r} is not text", problem_mark=key_node.start_mark)
+        if key in found:
+            raise yaml.MarkedYAMLError(problem=f"the key '{key}' is there twice", problem_mark=key_node.start_mark)
+        found[key] = loader.construct_object(value_node, deep=True)
+        found.lines[key] = key_node.start_mark.line + 1
+        found.value_lines[key] = value_node.start_mark.line + 1
+    return found
+
+
+def _items(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> Items:
+    found = Items(node.start_mark.line + 1)
+    for item in node.value:
+        found.append(loader.construct_object(item, deep=True))
+        found.lines.append(item.start_mark.line + 1)
+    return found
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _map)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SEQUENCE_TAG, _items)
+
+
+def load_documents(text: str, file: str) -> list[tuple[Any, str]]:
+    """Return the documents of YAML text, with `Map` and `Items` for their maps and lists, and the text of each.
+
+    Args:
+        text: the YAML.
+        file: what messages call it.
+
+    Raises:
+        RecipeError: when it is no YAML, or has a key twice, or one that is not text.
+    """
+    found = []
+    loader = None
+    try:
+        loader = _Loader(text)
+        while loader.check_node():
+            node = loader.get_node()
+            assert node is not None
+            begin, end = node.start_mark.index, node.end_mark.index
+            line = text.rfind("\n", 0, begin) + 1
+            if not text[line:begin].strip():
+                begin = line  # the indentation belongs to it
+            found.append((loader.construct_document(node), text[begin:end]))
+    except yaml.MarkedYAMLError as error:
+        number = error.problem_mark.line + 1 if error.problem_mark else None
+        raise RecipeError(f"{Place(file, number)}: {error.problem}: correct the YAML") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{file} is not YAML: {error}") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return [(found[0][0], text)] if len(found) == 1 else found
