@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import forget
 
 from mergefs.blocks.pack import pack_name
 from mergefs.repository import Repository
@@ -91,7 +92,9 @@ def packs_of(repo: Repository, ref: str) -> frozenset[Path]:
 
 
 def merge(prepared: Prepared, recipe: Path, name: str, budget: str) -> tuple[dict[str, Any], int]:
-    """Merge in a new process; return the report and the bytes that the disk gave."""
+    """Merge in a new process, deriving everything; return the report and the bytes that the disk gave."""
+    with Repository.open(prepared.path) as repository:
+        forget(repository)
     command = ("--repo", prepared.path, "merge", recipe, "--as", name, "--budget", budget, "--json")
     report, disk = child(MEASURED, *command)
     return json.loads(report), int(disk)

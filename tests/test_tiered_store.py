@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import forget
 
 from mergefs.blocks.codecs import Encoding
 from mergefs.blocks.pack import MAGIC, pack_name
@@ -141,8 +142,10 @@ def test_ingesting_again_against_another_base_keeps_the_errors(repository: Repos
 
 @pytest.mark.parametrize("share", [2, 5, 10, 15])
 def test_a_budget_is_kept_and_its_error_predicted(repository: Repository, share: int) -> None:
+    forget(repository)
     exact = repository.merge(recipe(), "exact")
     base, whole = values(repository, "base"), values(repository, "exact")
+    forget(repository)
     planned = repository.plan(recipe(), budget=f"{share}%")
     report = repository.merge(recipe(), "budgeted", budget=f"{share}%")
     assert exact.read.expert > report.read.expert == planned.expert_bytes
@@ -204,8 +207,10 @@ def test_linear_with_its_base_among_the_models(repository: Repository) -> None:
     text = "merge_method: linear\ndtype: float32\nmodels:\n- {model: base, parameters: {weight: 0.25}}\n"
     text += "- {model: x, parameters: {weight: 0.75}}\n"
     for asked in (text, "base_model: base\n" + text):
+        forget(repository)
         report = repository.merge(Recipe.parse(asked), "mixed", budget="5%")
         assert 0 < report.read.expert <= report.budget_bytes
+        forget(repository)
         report = repository.merge(Recipe.parse(asked), "mixed")
         base, x = values(repository, "base"), values(repository, "x")
         assert np.allclose(values(repository, "mixed"), 0.25 * base + 0.75 * x, atol=1e-7)
@@ -224,7 +229,9 @@ def _tensor_blocks(repository: Repository, name: str) -> Iterator[bytes]:
 
 def test_an_expert_of_weight_zero_is_not_read(repository: Repository) -> None:
     text = "merge_method: task_arithmetic\nbase_model: base\nmodels:\n- {model: x, parameters: {weight: 0.5}}\n"
+    forget(repository)
     alone = repository.merge(Recipe.parse(text), "alone")
+    forget(repository)
     both = repository.merge(Recipe.parse(text + "- {model: y, parameters: {weight: 0}}\n"), "both")
     assert both.read.expert == alone.read.expert
     assert np.array_equal(values(repository, "both"), values(repository, "alone"))

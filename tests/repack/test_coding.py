@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import array, new_repository, recipe_text, served, tensors_of, tree
+from builders import array, forget, new_repository, recipe_text, served, tensors_of, tree
 from click.testing import CliRunner
 from looking import (
     EXPERTS,
@@ -130,8 +130,10 @@ def test_a_merge_under_a_budget(both: dict[str, Path], tmp_path: Path, exact: st
     with Repository.open(tmp_path / "repository", sync=False) as repository:
         whole = repository.merge(Recipe.parse(text), "before")
         repository.repack("small" if exact == "fast" else "fast")
+        forget(repository)
         assert repository.merge(Recipe.parse(text), "after").manifest == whole.manifest
         for share in (5, 15):
+            forget(repository)
             planned = repository.plan(Recipe.parse(text), budget=f"{share}%")
             report = repository.merge(Recipe.parse(text), "tenth", budget=f"{share}%")
             assert 0 < report.read.expert == planned.expert_bytes <= report.budget_bytes
