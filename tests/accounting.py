@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import forget
 
 from mergefs.blocks.pack import pack_name
 from mergefs.repository import Repository
@@ -139,6 +140,8 @@ def measure(
     """
     undisturbed = 0
     for _ in range(ATTEMPTS):
+        with Repository.open(prepared.path) as repository:
+            forget(repository)
         canary = Canary(prepared.path.parent / "canary")
         evict(packs)
         report, disk = merge(prepared, prepared.recipe, name, budget)

@@ -58,10 +58,8 @@ class BreadcrumbsTies(Breadcrumbs):
 
 def cut(inputs: BlockInputs) -> None:
     """Set the elements of the deltas beyond the plan's thresholds and ceilings to zero, in place."""
-    from mergefs.merge import kernels
-
     for row, expert in enumerate(inputs.experts):
         low = inputs.tensor.thresholds[expert] if inputs.tensor.thresholds else 0.0
         high = inputs.tensor.ceilings[expert] if inputs.tensor.ceilings else float("inf")
         if low > 0.0 or high < float("inf"):
-            kernels.cut(inputs.deltas[row], low, high)
+            inputs.loops.cut(inputs.deltas[row], low, high)

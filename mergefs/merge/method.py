@@ -27,6 +27,7 @@ class BlockInputs:
         experts: which experts those are.
         first: the number of the block's first element in its tensor.
         shape: of the tensor.
+        compiled: whether compiled loops are used; a planner's sample is too small to load the compiler for.
     """
 
     plan: Plan
@@ -37,6 +38,18 @@ class BlockInputs:
     experts: tuple[int, ...]
     first: int
     shape: tuple[int, ...]
+    compiled: bool = True
+
+    @property
+    def loops(self) -> Any:
+        """The module of the loops to use: `kernels`, or `arrays`, which has the same."""
+        if self.compiled:
+            from mergefs.merge import kernels
+
+            return kernels
+        from mergefs.merge import arrays
+
+        return arrays
 
 
 class Method(ABC):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.blocks.floats import to_float
+from mergefs.blocks.floats import squared_norm, to_float
 from mergefs.blocks.reader import BlockReader, Depths, Kind, ReadCounter
 from mergefs.catalog.environment import Transaction
 from mergefs.errors import BudgetError
@@ -108,23 +108,57 @@ class Measurer:
         keys = [[products_key(min(a, b), max(a, b), self._base, tensor.name) for b in names] for a in names]
         with self._store.catalog.read() as txn:
             kept = [[txn.get("products", key) for key in row] for row in keys]
-        if all(value is not None for row in kept for value in row):
-            return np.array([[np.frombuffer(value or b"", "<f8")[0] for value in row] for row in kept])
-        for expert in range(len(self._experts)):
-            if not self._affords(expert, tensor.name):
-                raise BudgetError(
-                    f"this method needs the angles between the models' tensors '{tensor.name}', which are not known"
-                    " yet: merge once without a budget, which keeps them"
-                )
-        found = self._multiply(tensor)
+        known = np.array(
+            [[np.nan if value is None else np.frombuffer(value, "<f8")[0] for value in row] for row in kept]
+        )
+        missing = np.array([[value is None for value in row] for row in kept])
+        for row, expert in enumerate(range(len(self._experts)), start=1):
+            own = self._own_products(expert, tensor) if missing[row, row] or missing[0, row] else None
+            if own is not None:
+                known[row, row], known[0, row] = own
+                known[row, 0] = known[0, row]
+                missing[row, row] = missing[0, row] = missing[row, 0] = False
+        if not missing.any():
+            return known
+        if missing[1:].any():
+            for expert in range(len(self._experts)):
+                if not self._affords(expert, tensor.name):
+                    raise BudgetError(
+                        f"this method needs the angles between the models' tensors '{tensor.name}', which are not known"
+                        " yet: merge once without a budget, which keeps them"
+                    )
+            known = self._multiply(tensor)
+        else:
+            known[0, 0] = self._square(tensor)
 
         def keep(txn: Transaction) -> None:
-            for row, values in zip(keys, found, strict=True):
+            for row, values in zip(keys, known, strict=True):
                 for key, value in zip(row, values, strict=True):
                     txn.put("products", key, np.float64(value).tobytes())
 
         self._store.catalog.write(keep)
-        return found
+        return known
+
+    def _own_products(self, expert: int, tensor: Tensor) -> tuple[float, float] | None:
+        """Return the inner products of an expert's delta with itself and with the base, from the statistics; None where
+        they do not say, or leave elements out that are not finite."""
+        found = self._of(expert).get(tensor.name)
+        if found is None or int(found.distribution.counts.sum()) != found.elements:
+            return None
+        return float(found.blocks["energy"].sum()), float(found.blocks["inner"].sum())
+
+    def _square(self, tensor: Tensor) -> float:
+        """Return the inner product of the base's elements with themselves, by reading it."""
+        return sum(
+            ordered(
+                lambda block: squared_norm(
+                    self._reader.read(bytes.fromhex(block or ""), self._base_kind), tensor.dtype
+                ),
+                tensor.blocks,
+                threads=available_cores(),
+                window=4,
+            )
+        )
 
     def _multiply(self, tensor: Tensor) -> NDArray[np.float64]:
         """Return the products of a tensor by reading it."""
