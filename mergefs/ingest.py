@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mergefs.blocks import codecs
 from mergefs.blocks.codecs import Encoded
+from mergefs.blocks.floats import squared_norm
 from mergefs.blocks.geometry import grid
 from mergefs.blocks.pack import NO_BASE
 from mergefs.blocks.reader import BlockReader, Kind
@@ -31,7 +32,7 @@ from mergefs.planner.fitting import prepare, prepare_delta
 from mergefs.statistics.measure import BlockMeasure, Collector, coarse_sample, measure_block, unchanged_block
 from mergefs.statistics.sample import positions
 from mergefs.statistics.stored import with_stored_bytes
-from mergefs.statistics.tensor import statistics_key
+from mergefs.statistics.tensor import products_key, statistics_key
 from mergefs.store import Publication, Store, check_ref_name
 
 Progress = Callable[[int, int], None]
@@ -117,6 +118,7 @@ class _Done:
         root: the block that it is encoded against.
         errors: what remains of its delta after each tier, where it has several.
         coarse: float32[sample, 3]: what these tiers give for the sampled elements.
+        squares: the sum of the elements' squares, where the tensor has no base.
     """
 
     piece: _Piece
@@ -127,6 +129,7 @@ class _Done:
     measure: BlockMeasure | None
     errors: tuple[float, ...] = ()
     coarse: NDArray[np.float32] | None = None
+    squares: float | None = None
 
 
 def ingest(
@@ -233,11 +236,15 @@ def _publish(
     with store.catalog.read() as txn:
         known = txn.get("manifests", bytes.fromhex(manifest.id)) is not None
     stored = writer.stored_bytes + (0 if known else len(manifest.encoded))
-    statistics: Publication = []
+    # Of a model that others may be fine-tuned from: what methods need that measure angles.
+    statistics: Publication = [
+        ("products", products_key(manifest.id, manifest.id, manifest.id, tensor), np.float64(norm).tobytes())
+        for tensor, norm in gathered.squares.items()
+    ]
     entry: dict[str, object] = {"raw_bytes": raw_bytes, "kind": kind}
     if base_id is not None and base_id != manifest.id:
         entry["base"] = base_id
-        statistics = _statistics(store, manifest, base_id, gathered.collectors)
+        statistics = [*statistics, *_statistics(store, manifest, base_id, gathered.collectors)]
     previous = store.publish(manifest, name, entry, extra=statistics)
     return IngestReport(
         manifest.id,
@@ -340,7 +347,8 @@ class _Worker:
         entry, base_dtype = piece.tensor.entry, piece.tensor.base_dtype
         if piece.base is None or base_dtype is None:
             encoded = None if self._writer.known(block) else codecs.encode(raw, entry.dtype)
-            return _Done(piece, raw, block, encoded, NO_BASE, None)
+            squares = squared_norm(raw, entry.dtype) if entry.dtype.is_float and base_dtype is None else None
+            return _Done(piece, raw, block, encoded, NO_BASE, None, squares=squares)
         if block == piece.base and entry.dtype is base_dtype:
             is_measured = entry.dtype.is_float and piece.tensor.is_measured
             same = unchanged_block(piece.size // entry.dtype.itemsize, piece.sample) if is_measured else None
@@ -427,6 +435,7 @@ class _Gathered:
         self._blobs: list[list[Blob]] = [[] for _ in checkpoint.files]
         self._blocks: dict[str, list[str]] = {}
         self.collectors: dict[str, Collector] = {}
+        self.squares: dict[str, float] = {}
 
     def add(self, done: _Done) -> None:
         """Take the next piece, in the order of the files' bytes."""
@@ -437,6 +446,8 @@ class _Gathered:
             return
         entry = piece.tensor.entry
         self._blocks.setdefault(entry.name, []).append(done.block.hex())
+        if done.squares is not None:
+            self.squares[entry.name] = self.squares.get(entry.name, 0.0) + done.squares
         if done.measure is not None:
             if entry.name not in self.collectors:
                 elements = (entry.stop - entry.start) // entry.dtype.itemsize

@@ -142,6 +142,8 @@ def measure(
     """
     undisturbed = 0
     for _ in range(ATTEMPTS):
+        with Repository.open(prepared.path) as repository:
+            forget(repository)
         canary = Canary(prepared.path.parent / "canary")
         evict(packs)
         report, disk = merge(prepared, prepared.recipe, name, budget)

@@ -54,6 +54,13 @@ def from_float(values: NDArray[Any], dtype: DType) -> bytes:
         return values.astype(dtype.numpy).tobytes()
 
 
+def squared_norm(raw: Buffer, dtype: DType) -> float:
+    """Return the sum of the squares of the elements, in float64."""
+    from mergefs.blocks import kernels
+
+    return float(kernels.squares(to_float(raw, dtype)))
+
+
 @functools.cache
 def _table(dtype: DType) -> NDArray[np.float32]:
     bits = np.arange(1 << (8 * dtype.itemsize), dtype=_UNSIGNED[dtype.itemsize])

@@ -160,6 +160,20 @@ def look_up(source, table, out):
 
 
 @_jit
+def squares(values):
+    """Return the sum of the squares of float32[n] or float64[n], in float64."""
+    lanes = np.zeros(16, np.float64)
+    whole = values.size // 16 * 16
+    for start in range(0, whole, 16):
+        for lane in range(16):
+            value = np.float64(values[start + lane])
+            lanes[lane] += value * value
+    for i in range(whole, values.size):
+        lanes[0] += np.float64(values[i]) * np.float64(values[i])
+    return lanes.sum()
+
+
+@_jit
 def measure(expert, base, first, signs, histogram, sketch, inexact):
     """Statistics of one block's delta.
 

@@ -19,13 +19,11 @@ PARAMETERS = {**OF_DELTAS, "density": DENSITY, "normalize": OFF, "rescale": ON}
 
 def drop(inputs: BlockInputs) -> None:
     """Set the dropped elements of the deltas to zero, in place."""
-    from mergefs.merge import kernels
-
     for row, expert in enumerate(inputs.experts):
         density = inputs.numbers.densities[expert]
         if density < 1.0:
             key0, key1 = mask_key(inputs.plan, expert, inputs.tensor.name)
-            kernels.drop(inputs.deltas[row], inputs.first, key0, key1, round(density * 2**32))
+            inputs.loops.drop(inputs.deltas[row], inputs.first, key0, key1, round(density * 2**32))
 
 
 def mask_key(plan: Plan, expert: int, tensor: str) -> tuple[int, int]:

@@ -47,8 +47,6 @@ def check_rows(numbers: Numbers, shape: tuple[int, ...], block_elements: int) ->
 
 def prune(inputs: BlockInputs) -> None:
     """Set the dropped elements of the deltas to zero, in place, and divide the others by their chance to stay."""
-    from mergefs.merge import kernels
-
     length = row_length(inputs.shape)
     for row, expert in enumerate(inputs.experts):
         own = inputs.numbers.experts[expert]
@@ -58,7 +56,7 @@ def prune(inputs: BlockInputs) -> None:
         elif density < 1.0:
             key0, key1 = mask_key(inputs.plan, expert, inputs.tensor.name)
             rescale = bool(inputs.numbers.shared["rescale"])
-            kernels.prune(inputs.deltas[row], length, inputs.first, key0, key1, density, epsilon, rescale)
+            inputs.loops.prune(inputs.deltas[row], length, inputs.first, key0, key1, density, epsilon, rescale)
 
 
 class Della(Method):

@@ -16,11 +16,9 @@ from mergefs.planner.plan import Numbers, TensorPlan
 
 def combine(inputs: BlockInputs, base_scale: float, coefficients: tuple[float, ...]) -> NDArray[Any]:
     """Return base_scale * base + the sum of coefficient * delta, with float64 sums."""
-    from mergefs.merge import kernels
-
     chosen = np.array([coefficients[e] for e in inputs.experts], np.float64)
     out = np.empty_like(inputs.base)
-    kernels.combine(inputs.base, base_scale, inputs.deltas, chosen, out)
+    inputs.loops.combine(inputs.base, base_scale, inputs.deltas, chosen, out)
     return out
 
 

@@ -58,6 +58,7 @@ class BlockInputs:
         shape: of the tensor.
         facts: returns what a measurement of the method's own finds, where that is too much for a plan; None where only
             a sample is merged.
+        compiled: whether compiled loops are used; a planner's sample is too small to load the compiler for.
     """
 
     plan: Plan
@@ -69,6 +70,18 @@ class BlockInputs:
     first: int
     shape: tuple[int, ...]
     facts: Facts | None = None
+    compiled: bool = True
+
+    @property
+    def loops(self) -> Any:
+        """The module of the loops to use: `kernels`, or `arrays`, which has the same."""
+        if self.compiled:
+            from mergefs.merge import kernels
+
+            return kernels
+        from mergefs.merge import arrays
+
+        return arrays
 
 
 class Method(ABC):

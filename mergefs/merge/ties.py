@@ -19,11 +19,9 @@ def elect(inputs: BlockInputs, weights: tuple[float, ...], thresholds: tuple[flo
 
     With `normalize` they are divided by the sum of the weights that took part.
     """
-    from mergefs.merge import kernels
-
     out = np.empty_like(inputs.base)
     settings = inputs.numbers.shared
-    loop = kernels.elect_singles if out.dtype == np.float32 else kernels.elect
+    loop = inputs.loops.elect_singles if out.dtype == np.float32 else inputs.loops.elect
     loop(
         inputs.base,
         inputs.deltas,

@@ -39,18 +39,16 @@ def trim(inputs: BlockInputs) -> None:
     others where the plan has factors."""
     tensor = inputs.tensor
     for row, expert in enumerate(inputs.experts):
-        _cut(inputs.deltas[row], expert, (tensor.thresholds, tensor.ceilings))
+        _cut(inputs.deltas[row], expert, (tensor.thresholds, tensor.ceilings), inputs.loops)
         if tensor.factors:
             inputs.deltas[row] *= tensor.factors[expert]
 
 
-def _cut(delta: NDArray[Any], expert: int, cuts: Cuts) -> None:
-    from mergefs.merge import kernels
-
+def _cut(delta: NDArray[Any], expert: int, cuts: Cuts, loops: Any) -> None:
     low = cuts[0][expert] if cuts[0] else 0.0
     high = cuts[1][expert] if cuts[1] else float("inf")
     if low > 0.0 or high < float("inf"):
-        kernels.cut(delta, low, high)
+        loops.cut(delta, low, high)
 
 
 def _measure(passes: Passes, cuts: Cuts) -> NDArray[np.float64]:
@@ -62,7 +60,9 @@ def _measure(passes: Passes, cuts: Cuts) -> NDArray[np.float64]:
 
 
 def _norms(part: Part, cuts: Cuts) -> tuple[tuple[int, ...], NDArray[np.float64]]:
+    from mergefs.merge import kernels
+
     before = np.abs(part.deltas).sum(axis=1, dtype=np.float64)
     for row, expert in enumerate(part.experts):
-        _cut(part.deltas[row], expert, cuts)
+        _cut(part.deltas[row], expert, cuts, kernels)
     return part.experts, np.stack([before, np.abs(part.deltas).sum(axis=1, dtype=np.float64)])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.blocks.floats import to_float
+from mergefs.blocks.floats import squared_norm, to_float
 from mergefs.blocks.reader import BlockReader, Depths, Kind, ReadCounter
 from mergefs.catalog.environment import Transaction
 from mergefs.errors import BudgetError
@@ -123,27 +123,63 @@ class Measurer:
         Raises:
             BudgetError: when they are not known and may not be read.
         """
-        names = (self._base, *self._experts)
+        # An expert that is the base itself has no delta; its id stands for the base's elements.
+        others = [expert for expert, identity in enumerate(self._experts) if identity != self._base]
+        names = (self._base, *(self._experts[expert] for expert in others))
         keys = [[products_key(min(a, b), max(a, b), self._base, tensor.name) for b in names] for a in names]
         with self._store.catalog.read() as txn:
             kept = [[txn.get("products", key) for key in row] for row in keys]
-        if all(value is not None for row in kept for value in row):
-            return np.array([[np.frombuffer(value or b"", "<f8")[0] for value in row] for row in kept])
-        for expert in range(len(self._experts)):
+        known = np.array(
+            [[np.nan if value is None else np.frombuffer(value, "<f8")[0] for value in row] for row in kept]
+        )
+        for row, expert in enumerate(others, start=1):
+            own = self._own_products(expert, tensor) if np.isnan(known[row, [0, row]]).any() else None
+            if own is not None:
+                known[row, row] = own[0]
+                known[0, row] = known[row, 0] = own[1]
+        if any(value is None for row in kept for value in row) and np.isnan(known).any():
+            known = self._find_products(tensor, known, others)
+            self._store.catalog.write(lambda txn: _keep_products(txn, keys, known))
+        found = np.zeros((1 + len(self._experts), 1 + len(self._experts)))
+        places = [0, *(1 + expert for expert in others)]
+        found[np.ix_(places, places)] = known
+        return found
+
+    def _find_products(self, tensor: Tensor, known: NDArray[np.float64], others: list[int]) -> NDArray[np.float64]:
+        """Return all products, of which those that are not known yet are not numbers, by reading what they need.
+
+        Raises:
+            BudgetError: see `products`.
+        """
+        if not np.isnan(known[1:]).any():
+            known[0, 0] = self._square(tensor)
+            return known
+        for expert in others:
             if not self._affords(expert, tensor.name):
                 raise BudgetError(
                     f"this method needs the angles between the models' tensors '{tensor.name}', which are not known"
                     " yet: merge once without a budget, which keeps them"
                 )
-        found = self._multiply(tensor)
+        return self._multiply(tensor, others)
 
-        def keep(txn: Transaction) -> None:
-            for row, values in zip(keys, found, strict=True):
-                for key, value in zip(row, values, strict=True):
-                    txn.put("products", key, np.float64(value).tobytes())
+    def _own_products(self, expert: int, tensor: Tensor) -> tuple[float, float] | None:
+        """Return the inner products of an expert's delta with itself and with the base, from the statistics; None where
+        they do not say, or leave elements out that are not finite."""
+        found = self._of(expert).get(tensor.name)
+        if found is None or int(found.distribution.counts.sum()) != found.elements:
+            return None
+        return float(found.blocks["energy"].sum()), float(found.blocks["inner"].sum())
 
-        self._store.catalog.write(keep)
-        return found
+    def _square(self, tensor: Tensor) -> float:
+        """Return the inner product of the base's elements with themselves, by reading it."""
+        return sum(
+            ordered(
+                lambda block: squared_norm(self.reader.read(bytes.fromhex(block or ""), self._base_kind), tensor.dtype),
+                tensor.blocks,
+                threads=available_cores(),
+                window=4,
+            )
+        )
 
     def allow_pass(self, tensor: str) -> None:
         """Take from what may be read what reading a tensor of all experts takes.
@@ -158,9 +194,9 @@ class Measurer:
                     " merge once without a budget, which keeps it"
                 )
 
-    def _multiply(self, tensor: Tensor) -> NDArray[np.float64]:
-        """Return the products of a tensor by reading it."""
-        twins = [self._store.manifest(expert).tensor_by_name[tensor.name] for expert in self._experts]
+    def _multiply(self, tensor: Tensor, others: list[int]) -> NDArray[np.float64]:
+        """Return the products of a tensor of the base and of some experts by reading it."""
+        twins = [self._store.manifest(self._experts[expert]).tensor_by_name[tensor.name] for expert in others]
         blocks = range(len(tensor.blocks))
         total = np.zeros((1 + len(twins), 1 + len(twins)))
         for part in ordered(
@@ -266,3 +302,9 @@ class Measurer:
         if self._factors is not None:
             self._factors.keep(block, depths.raw)
         return depths, below.raw
+
+
+def _keep_products(txn: Transaction, keys: list[list[bytes]], found: NDArray[np.float64]) -> None:
+    for row, values in zip(keys, found, strict=True):
+        for key, value in zip(row, values, strict=True):
+            txn.put("products", key, np.float64(value).tobytes())

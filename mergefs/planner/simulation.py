@@ -134,6 +134,6 @@ class Simulation:
         numbers = self._plan.numbers_of(planned)
         values = np.ascontiguousarray(deltas, np.float64)
         merged = self._method.merge(
-            BlockInputs(self._plan, planned, numbers, base, values, self._experts, 0, base.shape)
+            BlockInputs(self._plan, planned, numbers, base, values, self._experts, 0, base.shape, compiled=False)
         )
         return np.asarray(merged, np.float64)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from builders import array, fine_tuned, new_repository, recipe_text, write_model
+from builders import EXPERTS, array, fine_tuned, new_repository, recipe_text, write_model
 from click.testing import CliRunner, Result
 
 from mergefs.cli import cli
 from mergefs.errors import UserError
+from mergefs.repository import Repository
 
 Run = Callable[..., Result]
 
@@ -182,3 +185,17 @@ def test_plots_that_cannot_be_drawn_are_refused_before_planning(run: Run, folder
     assert isinstance(done.exception, UserError)
     assert "cannot be written" in str(done.exception)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.png"}
+
+
+def test_no_plan_loads_the_compiler(slice_repository: Repository, tmp_path: Path) -> None:
+    """In a process of its own: plans of every kind of method, with and without a budget, and a lazy commit."""
+    lines = ["import sys", "from mergefs.recipe import Recipe", "from mergefs.repository import Repository"]
+    lines.append(f"with Repository.open({str(slice_repository.path)!r}) as repository:")
+    for method in ("linear", "ties", "dare_ties", "della", "breadcrumbs"):
+        text = recipe_text(method, EXPERTS, "base", weight=0.5)
+        for budget in (None, "5%"):
+            lines.append(f"    repository.plan(Recipe.parse({text!r}), budget={budget!r}, save=False)")
+        lines.append(f"    repository.merge(Recipe.parse({text!r}), 'light', lazy=True, budget='5%')")
+    lines.append("assert not {'numba', 'llvmlite', 'torch'} & set(sys.modules)")
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

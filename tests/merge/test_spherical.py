@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders import array, forget, new_repository, recipe_text, tensors_of, write_model
 from numpy.typing import NDArray
 
 from mergefs.checkpoint.safetensors import build_header
@@ -186,3 +187,20 @@ def test_the_number_of_models_is_checked(method: str, count: int, message: str) 
     extra = "parameters: {t: 0.5}\n" if method == "slerp" else ""
     with pytest.raises(RecipeError, match=message):
         recipe(method, {f"m{n}": parameters for n in range(count)}, extra=extra)
+
+
+def test_products_that_are_kept_are_those_of_the_models(tmp_path: Path) -> None:
+    """Without a base the first model stands for it, and with another base the same models have other products."""
+    random = np.random.default_rng(8)
+    with new_repository(tmp_path / "repository") as repository:
+        tensors = {name: array(random.normal(0, 1, (40, 50)), "BF16") for name in MODELS}
+        for name, tensor in tensors.items():
+            repository.ingest(write_model(tmp_path / name, {"w": tensor}), name)
+        text = recipe_text("multislerp", [("x", {"weight": 1}), ("y", {"weight": 1})], dtype="float32")
+        wanted = multislerp([tensors["x"].values, tensors["y"].values], [1, 1])
+        others = recipe_text("slerp", ["y"], "x", t=0.3)
+        for number in range(3):
+            forget(repository)
+            repository.merge(Recipe.parse(text), "merged")
+            assert np.allclose(tensors_of(repository, "merged")["w"].values, wanted, atol=1e-6), number
+            repository.merge(Recipe.parse(others), "other")
