@@ -20,6 +20,7 @@ from mergefs.cli import printable
 from mergefs.errors import UserError
 from mergefs.repository import Repository
 from mergefs.store import find_repository
+from mergefs.units import format_size
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -96,8 +97,13 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar on stderr while something runs, when stderr is a terminal; yield what is to be told."""
+def progress(label: str, *, in_bytes: bool = True) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on stderr while something runs, when stderr is a terminal; yield what is to be told.
+
+    Args:
+        label: what runs.
+        in_bytes: whether what it is told are bytes, which are then shown, and how many a second.
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -113,7 +119,9 @@ def progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
         share = done / total if total else 1.0
         left = (now - began) * (1 - share) / share if share else 0.0
         bar = "#" * int(30 * share)
-        click.echo(f"\r{label} [{bar:<30}] {share:4.0%}, {left:.0f} s left ", err=True, nl=False)
+        rate = done / max(now - began, 1e-3)
+        sizes = f" {format_size(done)} of {format_size(total)}, {format_size(int(rate))}/s," if in_bytes else ""
+        click.echo(f"\r{label} [{bar:<30}] {share:4.0%},{sizes} {left:.0f} s left\x1b[K", err=True, nl=False)
 
     try:
         yield tell

@@ -77,7 +77,7 @@ def gc(repo: str | None, dry_run: bool, rewrite_above: float, as_json: bool) -> 
 def repack(repo: str | None, exact: str | None, threads: int | None, as_json: bool) -> None:
     """Write the last tiers of stored experts in the repository's coding: small, or fast to read."""
     keep_freed_memory()
-    with repository(repo) as opened, progress("repacking") as tell:
+    with repository(repo) as opened, progress("repacking", in_bytes=False) as tell:
         report = opened.repack(exact, threads=threads, progress=tell)
     emit(
         report,
@@ -97,7 +97,7 @@ def repack(repo: str | None, exact: str | None, threads: int | None, as_json: bo
 @click.pass_obj
 def fsck(repo: str | None, read_data: bool, as_json: bool) -> None:
     """Check the repository without changing it; exit with 1 when something is wrong."""
-    with repository(repo) as opened, progress("checking") as tell:
+    with repository(repo) as opened, progress("checking", in_bytes=False) as tell:
         report = opened.fsck(read_data=read_data, progress=tell)
     lines = [
         f"{problem.kind} {problem.name}: {problem.message}"

@@ -82,7 +82,7 @@ def merge(
         max_memory: bytes that the blocks under way may take.
         lookup: finds a model as the recipe names it; by default `Store.resolve`.
         strict_shapes: refuse models whose tensors' names and shapes are not the same.
-        progress: told the blocks done and the blocks in all.
+        progress: told the bytes of the result that are derived, and those that are to be.
 
     Raises:
         RecipeError, BudgetError, NotFoundError, RefNameError: see `find_models`, `fit_models` and `make_plan`; nothing

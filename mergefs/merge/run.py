@@ -251,6 +251,11 @@ class Run:
         self._derived = {(job.tensor.name, job.number) for job in jobs}
         return jobs, remembered
 
+    def _size(self, job: _Job) -> int:
+        """Return the bytes of a block of the result."""
+        first, stop = job.tensor.grid(self._base.block_elements).extent(job.number)
+        return (stop - first) * output_dtype(self._plan, job.tensor).itemsize
+
     def _stored(self, tensor: Tensor, number: int) -> str | None:
         return stored_block(self._plan, self._experts, tensor, number)
 
