@@ -65,7 +65,7 @@ def test_the_base_changes_how_blocks_lie_and_not_what_they_are(tmp_path: Path, s
             plain = alone.ingest(slices / name, name)
             delta = based.ingest(slices / name, name, base="base")
             assert plain.manifest == delta.manifest
-            assert delta.stored_bytes < 0.6 * plain.stored_bytes
+            assert delta.stored_bytes < 0.65 * plain.stored_bytes
         # With the blocks stored already, a base given later adds statistics and no block.
         before = alone.stats()
         again = alone.ingest(slices / EXPERTS[0], EXPERTS[0], base="base")

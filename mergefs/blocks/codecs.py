@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.exact import Exact
 from mergefs.blocks.floats import unsigned
-from mergefs.blocks.zstd_frames import decompress
+from mergefs.blocks.zstd_frames import LEVEL, compress_planes, decompress
 from mergefs.dtypes import BY_CODE, DTYPES, DType
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
 
-ZSTD_LEVEL = 1
 WORTH_IT = 0.95
 """A smaller encoding is used when it is at most this share of the raw size."""
 
@@ -88,9 +87,9 @@ def encode(raw: Buffer, dtype: DType, base: Buffer | None = None) -> Encoded:
             return Encoded(Encoding.ULP_ZSTD, (delta,))
         return alone
     if dtype.itemsize == 1:
-        payload, encoding = zstd.compress(raw, ZSTD_LEVEL), Encoding.ZSTD
+        payload, encoding = zstd.compress(raw, LEVEL), Encoding.ZSTD
     else:
-        payload, encoding = zstd.compress(_shuffle(raw, dtype.itemsize), ZSTD_LEVEL), Encoding.SHUFFLE_ZSTD
+        payload, encoding = _pack(_shuffle(raw, dtype.itemsize), dtype), Encoding.SHUFFLE_ZSTD
     if len(payload) <= limit:
         return Encoded(encoding, (payload,))
     return Encoded(Encoding.RAW, (bytes(raw),))
@@ -166,7 +165,7 @@ def chain(encoding: int, dtype_code: int, base: Buffer | None = None) -> list[Co
     kind, dtype = Encoding(encoding), BY_CODE[dtype_code]
     if kind is Encoding.RAW:
         return []
-    compressor = numcodecs.Zstd(level=ZSTD_LEVEL)
+    compressor = numcodecs.Zstd(level=LEVEL)
     if kind is Encoding.ZSTD:
         return [compressor]
     if kind is Encoding.SHUFFLE_ZSTD:
@@ -254,7 +253,12 @@ def _difference(raw: Buffer, base: Buffer, dtype: DType) -> NDArray[np.uint8]:
 
 
 def _ulp_encode(raw: Buffer, base: Buffer, dtype: DType) -> bytes:
-    return bytes(zstd.compress(_difference(raw, base, dtype), ZSTD_LEVEL))
+    return _pack(_difference(raw, base, dtype), dtype)
+
+
+def _pack(planes: NDArray[np.uint8], dtype: DType) -> bytes:
+    """Compress the byte planes of elements, uint8[n * itemsize]."""
+    return compress_planes(planes.reshape(dtype.itemsize, -1))
 
 
 def _ulp_decode(planes: NDArray[np.uint8], base: Buffer, dtype: DType) -> memoryview:

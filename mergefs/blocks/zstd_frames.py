@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numcodecs.zstd as zstd
@@ -15,6 +15,12 @@ from mergefs.hashing import Buffer
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _BLOCK = 1 << 17
 """The most that a block of a frame may hold."""
+
+_RAW, _REPEATED, _COMPRESSED = 0, 1, 2
+"""Types of blocks."""
+
+LEVEL = 1
+"""What zstd is asked for: higher levels look for matches, of which there are few in weights."""
 
 
 class Frame(NamedTuple):
@@ -78,10 +84,69 @@ def store(data: Buffer) -> bytes:
     """Return a frame that holds the data as it is."""
     data = memoryview(data).cast("B")
     blocks = [data[start : start + _BLOCK] for start in range(0, len(data), _BLOCK)] or [data]
-    parts: list[Buffer] = [_MAGIC, b"\xa0", len(data).to_bytes(4, "little")]  # one segment, its size in 4 bytes
-    for block in blocks:
-        parts += ((len(block) << 3 | (block is blocks[-1])).to_bytes(3, "little"), block)
-    return b"".join(parts)
+    return _frame(len(data), [_block(_RAW, bytes(block)) for block in blocks])
+
+
+def compress_planes(planes: NDArray[np.uint8]) -> bytes:
+    """Return a frame that holds byte planes (uint8[width, n]).
+
+    Noise is written as Huffman codes of its bytes, which is smaller than what zstd's first levels make of it, and read
+    and written faster (see `huffman`); zstd compresses the rest.
+    """
+    from mergefs.blocks import huffman
+
+    blocks: list[bytes] = []
+    left: tuple[int, int] | None = None
+    room = np.empty(_BLOCK, np.uint8)
+    flat = planes.reshape(-1)
+    for start, stop in _cuts(*planes.shape):
+        size = huffman.put_block(flat[start:stop], room) if stop - start >= huffman.SMALLEST else 0
+        if size:
+            blocks.append(_block(_COMPRESSED, room[:size].tobytes()))
+        elif left is None:
+            left, place = (start, stop), len(blocks)
+        elif left[1] == start:
+            left = (left[0], stop)
+        else:  # its blocks would begin with the distances of matches at which those of the first part ended
+            return bytes(zstd.compress(flat, LEVEL))
+    if left is not None:
+        blocks[place:place] = _blocks_of(flat[slice(*left)])
+    return _frame(flat.size, blocks or [_block(_RAW, b"")])
+
+
+def _cuts(width: int, n: int) -> Iterator[tuple[int, int]]:
+    """Yield where the blocks of byte planes begin and end: none of them holds parts of two planes."""
+    for plane in range(width):
+        for start in range(plane * n, (plane + 1) * n, _BLOCK):
+            yield start, min(start + _BLOCK, (plane + 1) * n)
+
+
+def _block(kind: int, content: bytes) -> bytes:
+    """Return a block that is not the last one; one that repeats a byte is not among its kinds."""
+    return (len(content) << 3 | kind << 1).to_bytes(3, "little") + content
+
+
+def _blocks_of(data: NDArray[np.uint8]) -> list[bytes]:
+    """Return the blocks of the frame that zstd makes of some bytes, none of them the last one.
+
+    They may go wherever no block before them has matches: they then refer to nothing but themselves.
+    """
+    frame = zstd.compress(data, LEVEL)
+    blocks = []
+    at, last = _header(frame)[1], False
+    while not last:
+        head = int.from_bytes(frame[at : at + 3], "little")
+        last, kind, size = bool(head & 1), head >> 1 & 3, head >> 3
+        end = at + 3 + (1 if kind == _REPEATED else size)
+        blocks.append((head & ~1).to_bytes(3, "little") + frame[at + 3 : end])
+        at = end
+    return blocks
+
+
+def _frame(size: int, blocks: Sequence[bytes]) -> bytes:
+    """Return the frame of blocks that hold `size` bytes, in one segment whose size takes four bytes."""
+    last = blocks[-1]
+    return b"".join([_MAGIC, b"\xa0", size.to_bytes(4, "little"), *blocks[:-1], bytes([last[0] | 1]), last[1:]])
 
 
 def check(frame: Frame) -> None:
