@@ -23,7 +23,7 @@ def encode(value: Json) -> bytes:
         MergefsError: for a float, an integer beyond 2**53 - 1, a key that is not a string, a lone surrogate.
     """
     try:
-        return json.dumps(_ordered(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8")
+        return _dump(_ordered(value))
     except UnicodeEncodeError as error:
         raise MergefsError(f"a string with a lone surrogate has no canonical form: {error}") from error
 
@@ -35,12 +35,25 @@ def decode(data: bytes) -> Any:
         CorruptionError: when `data` is not JSON or not canonical.
     """
     try:
-        value = json.loads(data, object_pairs_hook=_unique_pairs, parse_float=_no_float)
-        again = encode(value)
+        value = json.loads(data, object_pairs_hook=_unique_pairs, parse_float=_no_float, parse_int=_exact_integer)
+        # Where all keys are ASCII, Python sorts them as RFC 8785 does, and in a tenth of the time.
+        again = _dump(value, sort_keys=True) if data.isascii() else encode(value)
     except (ValueError, MergefsError, RecursionError) as error:
         raise CorruptionError(f"not canonical JSON: {error}") from error
     if again != data:
         raise CorruptionError("not canonical JSON: keys are unsorted, or there is white space")
+    return value
+
+
+def _dump(value: Any, *, sort_keys: bool = False) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, sort_keys=sort_keys)
+    return text.encode("utf-8")
+
+
+def _exact_integer(text: str) -> int:
+    value = int(text)
+    if abs(value) > _LARGEST_INTEGER:
+        raise ValueError(f"the integer {text} has no exact double")
     return value
 
 

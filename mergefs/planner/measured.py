@@ -26,7 +26,14 @@ from mergefs.statistics.measure import (
 )
 from mergefs.statistics.sample import positions
 from mergefs.statistics.stored import with_stored_bytes
-from mergefs.statistics.tensor import TensorStatistics, bin_value, load, products_key, statistics_key
+from mergefs.statistics.tensor import (
+    TensorStatistics,
+    bin_value,
+    load,
+    products_key,
+    statistics_key,
+    statistics_prefix,
+)
 from mergefs.store import Store
 
 
@@ -62,6 +69,8 @@ class Measurer:
         self._spare: int | None = None
         self._cost: Callable[[int, str], int] = lambda expert, tensor: 0
         self._known: dict[str, dict[str, TensorStatistics]] = {}
+        self._thresholds: dict[str, dict[bytes, bytes]] = {}
+        self._found: dict[bytes, bytes] = {}
 
     def limit(self, spare: int, cost: Callable[[int, str], int]) -> None:
         """Limit what may be read from now on; beyond it, what is unknown is estimated or refused.
@@ -97,23 +106,40 @@ class Measurer:
     def threshold(self, expert: int, tensor: Tensor, rank: int) -> float:
         """Return the magnitude of the `rank`-th largest |delta| of a tensor: exact, or, under a budget where the
         catalog does not know it, the lower end of its histogram bin (less than 1 % too low)."""
-        distribution = self.statistics(expert, tensor.name).distribution
-        exact = distribution.threshold(rank)
-        if exact is not None:
-            return exact
-        where = distribution.bin_of_rank(rank)
-        assert where is not None
         identity = self._experts[expert]
         key = statistics_key(identity, self._base, tensor.name) + rank.to_bytes(8, "big")
-        with self._store.catalog.read() as txn:
-            kept = txn.get("thresholds", key)
+        kept = self._kept_thresholds(identity).get(key)
         if kept is not None:
             return float(np.frombuffer(kept, "<f4")[0])
-        if not self._affords(expert, tensor.name):
-            return bin_value(int(distribution.bins[where[0]]))
-        found = self._search(identity, tensor.name, int(distribution.bins[where[0]]), where[1])
-        self._store.catalog.write(lambda txn: txn.put("thresholds", key, found.tobytes()))
-        return float(found)
+        distribution = self.statistics(expert, tensor.name).distribution
+        found = distribution.threshold(rank)
+        if found is None:
+            where = distribution.bin_of_rank(rank)
+            assert where is not None
+            first = int(distribution.bins[where[0]])
+            if not self._affords(expert, tensor.name):
+                return bin_value(first)
+            found = float(self._search(identity, tensor.name, first, where[1]))
+        self._thresholds[identity][key] = self._found[key] = np.float32(found).tobytes()
+        return found
+
+    def keep_thresholds(self) -> None:
+        """Keep the thresholds that were found, so that the next plan need not look at the distributions."""
+        if self._found and not self._store.readonly:
+            found, self._found = self._found, {}
+
+            def put(txn: Transaction) -> None:
+                for key, value in found.items():
+                    txn.put("thresholds", key, value)
+
+            self._store.catalog.write(put)
+
+    def _kept_thresholds(self, identity: str) -> dict[bytes, bytes]:
+        if identity not in self._thresholds:
+            with self._store.catalog.read() as txn:
+                mine = txn.items("thresholds", statistics_prefix(identity, self._base))
+                self._thresholds[identity] = dict(mine)
+        return self._thresholds[identity]
 
     def products(self, tensor: Tensor) -> NDArray[np.float64]:
         """Return the inner products of a tensor of the base and the experts' deltas, float64[1 + K, 1 + K].

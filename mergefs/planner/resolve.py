@@ -162,6 +162,7 @@ def make_plan(
         for number, tensor in enumerate(found.tensors)
         if found.of_tensor(number).start < found.of_tensor(number).stop
     }
+    measured.keep_thresholds()
     sources = Sources(draft, base, experts, measured.reader, factors)
     drafts = {
         tensor.name: TensorPlan(

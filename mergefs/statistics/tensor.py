@@ -104,15 +104,18 @@ class Distribution:
             raise ValueError("arrays of another size than the header says")
         at = 2 * TIERS * sampled
         sample = np.frombuffer(data, "<u2", TIERS * sampled).reshape(TIERS, sampled).T
-        low, high = np.frombuffer(data, np.uint8, 2 * bins, at).reshape(2, bins)
-        gaps = low.astype("<u2") | high.astype("<u2") << 8
+        gaps = _from_planes(data, np.dtype("<u2"), bins, at)
         at += 2 * bins
-        numbers = np.zeros(count, dtype)
-        for place, plane in enumerate(np.frombuffer(data, np.uint8, width * count, at).reshape(width, count)):
-            numbers |= plane.astype(dtype) << (8 * place)
+        numbers = _from_planes(data, dtype, count, at)
         counts, inexact, known = numbers[:bins], numbers[bins : 2 * bins], numbers[2 * bins :]
         thresholds = np.frombuffer(data, "<f4", ranks, at + width * count)
         return cls(sample, np.cumsum(gaps, dtype="<u2"), counts, inexact, known, thresholds)
+
+
+def _from_planes(data: bytes, dtype: np.dtype[Any], count: int, at: int) -> NDArray[Any]:
+    """Return the numbers whose byte planes begin at `at`."""
+    planes = np.frombuffer(data, np.uint8, dtype.itemsize * count, at).reshape(dtype.itemsize, count)
+    return np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
 
 
 def _count_type(elements: int) -> np.dtype[Any]:
@@ -213,7 +216,12 @@ def bin_value(index: int) -> float:
 
 def statistics_key(expert: str, base: str, tensor: str) -> bytes:
     """Return the catalog's key: expert and base manifest, and the tensor's name."""
-    return bytes.fromhex(expert) + bytes.fromhex(base) + name_key(tensor)
+    return statistics_prefix(expert, base) + name_key(tensor)
+
+
+def statistics_prefix(expert: str, base: str) -> bytes:
+    """Return what all keys of an expert's statistics against a base begin with."""
+    return bytes.fromhex(expert) + bytes.fromhex(base)
 
 
 def products_key(first: str, second: str, base: str, tensor: str) -> bytes:
