@@ -96,7 +96,9 @@ class LocalBackend(Backend):
 
     def put(self, name: str, data: bytes) -> None:
         """See `Backend.put`."""
-        if not self.exists(name):
+        if self.exists(name):
+            self._flush_name(self.root / name)  # who stored it may not have come that far
+        else:
             self.replace(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
@@ -112,11 +114,9 @@ class LocalBackend(Backend):
     def adopt(self, name: str, path: Path) -> None:
         """See `Backend.adopt`."""
         target = self.root / name
-        if not target.parent.exists():
-            target.parent.mkdir(mode=0o700, exist_ok=True)
-            self._flush_folder(target.parent.parent)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
         os.replace(path, target)
-        self._flush_folder(target.parent)
+        self._flush_name(target)
 
     def delete(self, name: str) -> None:
         """See `Backend.delete`."""
@@ -134,6 +134,12 @@ class LocalBackend(Backend):
                     yield path.relative_to(self.root).as_posix(), path.stat().st_size
             except FileNotFoundError:
                 continue
+
+    def _flush_name(self, path: Path) -> None:
+        """Make a file's name durable, and that of its folder, which another process may just have made."""
+        self._flush_folder(path.parent)
+        if path.parent.parent.is_relative_to(self.root):
+            self._flush_folder(path.parent.parent)
 
     def _flush_folder(self, folder: Path) -> None:
         if not self._sync:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mergefs.blocks.pack import NO_BASE, Record, hash_file, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
@@ -112,6 +112,12 @@ class _Checker:
         self.problems: list[Problem] = []
 
     def report(self, kind: str, name: str, message: str, affects: tuple[str, ...] = ()) -> None:
+        """Note a problem; one that is met several times is one, which affects all."""
+        for place, known in enumerate(self.problems):
+            if (known.kind, known.name) == (kind, name):
+                everything = tuple(sorted({*known.affects, *affects}))
+                self.problems[place] = replace(known, affects=everything)
+                return
         self.problems.append(Problem(kind, name, message, affects))
 
     def check_manifest(self, identity: str) -> None:
@@ -119,16 +125,27 @@ class _Checker:
         refs = tuple(self._refs_of.get(identity, ()))
         try:
             data = self._store._read_manifest(identity)
-            plan = load_plan(self._store, data.lineage.plan) if data.lineage.plan else None
-            if plan is not None and data.is_lazy:
-                for other in (plan.base, *plan.experts):
-                    self._store._read_manifest(other)
         except MergefsError as error:
             self.report("manifest", identity, str(error), refs)
             return
+        if data.lineage.plan is not None:
+            self._check_plan(data.lineage.plan, data.is_lazy, refs)
         for block in data.block_ids():
             self._users.setdefault(block, set()).update(refs)
             self._need(block, identity, refs)
+
+    def _check_plan(self, identity: str, is_lazy: bool, refs: tuple[str, ...]) -> None:
+        """Check that a plan is whole, and where blocks are to be derived by it the models that they come from."""
+        try:
+            plan = load_plan(self._store, identity)
+        except MergefsError as error:
+            self.report("plan", identity, str(error), refs)
+            return
+        for other in (plan.base, *plan.experts) if is_lazy else ():
+            try:
+                self._store._read_manifest(other)
+            except MergefsError as error:
+                self.report("manifest", other, str(error), refs)
 
     def _need(self, block: bytes, identity: str, refs: tuple[str, ...]) -> None:
         tiers = self._found.get(block)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mergefs.planner.resolve import Planned
     from mergefs.recipe import Recipe
     from mergefs.repack import RepackReport
+    from mergefs.repair import RepairReport
     from mergefs.serve.export import ExportReport
     from mergefs.serve.mount import MountInfo
     from mergefs.serve.view import View
@@ -160,6 +161,12 @@ class Repository(Store):
         from mergefs.fsck import check
 
         return check(self, read_data=read_data, progress=progress)
+
+    def repair(self, *, progress: Progress | None = None) -> RepairReport:
+        """Mend what can be mended; see `mergefs.repair`."""
+        from mergefs.repair import repair
+
+        return repair(self, progress=progress)
 
     def stats(self) -> StatsReport:
         """Return how much the repository holds."""

@@ -17,7 +17,7 @@ from mergefs.blocks.exact import CODINGS, Exact, check_exact
 from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease, NoLease, leases
-from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref
+from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref, ref_entries
 from mergefs.errors import (
     BlocksCollectedError,
     CorruptionError,
@@ -37,7 +37,8 @@ FORMAT = "mergefs-repository"
 VERSION = 1
 DEFAULT_BLOCK_SIZE = 1 << 20
 DEFAULT_EXACT: Exact = "fast"
-_FOLDERS = ("packs", "manifests", "plans", "tmp")
+REF_COPIES = "refs"
+_FOLDERS = ("packs", "manifests", "plans", REF_COPIES, "tmp")
 _ABANDONED_AFTER = 3600.0
 """Seconds after which a temporary file that no lease names is taken for left behind."""
 _REF_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._@+-")
@@ -54,7 +55,7 @@ class Store:
 
     def __init__(self, path: str | Path, *, readonly: bool = False, sync: bool = True) -> None:
         self.path = Path(path).absolute()
-        self.config = _read_config(self.path)
+        self.config = read_config(self.path)
         self.block_elements: int = self.config["block_elements"]
         self.sync = sync
         self.readonly = readonly
@@ -63,6 +64,8 @@ class Store:
         self._load_manifest = lru_cache(maxsize=64)(self._read_manifest)
         if not readonly:
             self._sweep_temporary()
+            if not (self.path / REF_COPIES).is_dir():  # made before there were copies
+                self.catalog.write(self._copy_refs)
 
     @classmethod
     def init(cls, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE, *, exact: str = DEFAULT_EXACT) -> Self:
@@ -133,7 +136,7 @@ class Store:
     @property
     def exact(self) -> Exact:
         """The coding that experts' exact tiers are written in, as the configuration says now."""
-        return check_exact(_read_config(self.path)["exact"])
+        return check_exact(read_config(self.path)["exact"])
 
     def use_exact(self, exact: str) -> None:
         """Have experts' exact tiers written in another coding from now on.
@@ -144,7 +147,7 @@ class Store:
         Raises:
             UserError: when there is no such coding.
         """
-        config = {**_read_config(self.path), "exact": check_exact(exact)}
+        config = {**read_config(self.path), "exact": check_exact(exact)}
         self.backend.replace(CONFIG, _encode_config(config))
 
     # -- manifests -----------------------------------------------------------------------------------------
@@ -221,7 +224,9 @@ class Store:
             put_manifest(txn, manifest.id, entry)
             for table, key, value in extra:
                 txn.put(table, key, value)
-            return put_ref(txn, name, manifest.id)
+            previous = put_ref(txn, name, manifest.id)
+            self._copy_ref(txn, name)
+            return previous
 
         return self.catalog.write(commit)
 
@@ -328,6 +333,7 @@ class Store:
             if get_manifest(txn, identity) is None:
                 raise NotFoundError(f"manifest {identity} was collected just now")
             put_ref(txn, name, identity)
+            self._copy_ref(txn, name)
 
         self.catalog.write(point)
         return identity
@@ -349,6 +355,7 @@ class Store:
                 gone[name] = str(json.loads(value)["manifest"])
             for name in wanted:
                 txn.delete("refs", name.encode())
+                self._copy_ref(txn, name)
             return gone
 
         return self.catalog.write(delete)
@@ -369,6 +376,25 @@ class Store:
         return NoLease() if self.readonly else self.lease(purpose, manifests)
 
     # -- inside --------------------------------------------------------------------------------------------
+
+    def _copy_ref(self, txn: Transaction, name: str) -> None:
+        """Write what a transaction says of a ref to a file, from which a lost catalog's refs come back.
+
+        It is written before the transaction is durable: after a crash in between, a rebuilt catalog has the ref as a
+        command was about to leave it, with a manifest that is whole.
+        """
+        value = txn.get("refs", name.encode())
+        if value is None:
+            self.backend.delete(ref_copy_name(name))
+            return
+        entry = json.loads(value)
+        about = get_manifest(txn, entry["manifest"]) or {}
+        self.backend.replace(ref_copy_name(name), json.dumps({**entry, "about": about}, sort_keys=True).encode())
+
+    def _copy_refs(self, txn: Transaction) -> None:
+        (self.path / REF_COPIES).mkdir(mode=0o700, exist_ok=True)
+        for name, _ in list(ref_entries(txn)):
+            self._copy_ref(txn, name)
 
     def _put_all(self, objects: list[tuple[str, bytes]]) -> None:
         for name, data in objects:
@@ -430,6 +456,11 @@ def plan_name(identity: str) -> str:
     return f"plans/{identity[:2]}/{identity}.json"
 
 
+def ref_copy_name(name: str) -> str:
+    """Return the object name of the copy of a ref."""
+    return f"{REF_COPIES}/{name}.json"
+
+
 def _checksum_key(manifest: str, path: str) -> bytes:
     return bytes.fromhex(manifest) + hashlib.sha256(path.encode()).digest()
 
@@ -469,7 +500,14 @@ def find_repository(start: Path) -> Path:
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a repository's configuration.
+
+    Raises:
+        NotARepositoryError: when the folder is not a repository.
+        FormatVersionError: when it was made by a newer mergefs.
+        MergefsError: when the configuration is damaged.
+    """
     try:
         config = json.loads((path / CONFIG).read_bytes())
     except (FileNotFoundError, NotADirectoryError):

@@ -151,7 +151,7 @@ def test_a_damaged_manifest(models: Repository, how: str) -> None:
     report = models.fsck()
     problem = next(problem for problem in report.errors if problem.name == identity)
     assert problem.kind == "manifest"
-    assert problem.affects == ("x",)
+    assert problem.affects == ("lazy", "x")
     models.close()
     with Repository.open(models.path) as opened:
         with pytest.raises(CorruptionError, match=identity):

@@ -27,7 +27,8 @@ _COMMANDS = {
     "rm": ("models", "Remove refs."),
     "gc": ("repository", "Free what nothing needs."),
     "repack": ("repository", "Store experts smaller, or to be read faster."),
-    "fsck": ("repository", "Check the repository."),
+    "fsck": ("repository", "Check the repository, and mend it."),
+    "catalog": ("repository", "Make the catalog anew (catalog rebuild)."),
     "stats": ("repository", "Show how much the repository holds."),
 }
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 
 import click
 
 from mergefs.blocks.exact import CODINGS
 from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, threads_option
 from mergefs.gc import REWRITE_ABOVE
+from mergefs.rebuild import rebuild
 from mergefs.repository import Repository
-from mergefs.store import DEFAULT_EXACT
+from mergefs.store import DEFAULT_EXACT, find_repository
 from mergefs.units import format_size, parse_size
 
 
@@ -93,22 +95,66 @@ def repack(repo: str | None, exact: str | None, threads: int | None, as_json: bo
 
 @click.command()
 @click.option("--read-data", is_flag=True, help="Read every block and compare it with its id.")
+@click.option("--repair", is_flag=True, help="Read every block, and mend what can be mended.")
 @json_option
 @click.pass_obj
-def fsck(repo: str | None, read_data: bool, as_json: bool) -> None:
-    """Check the repository without changing it; exit with 1 when something is wrong."""
+def fsck(repo: str | None, read_data: bool, repair: bool, as_json: bool) -> None:
+    """Check the repository; exit with 1 when something is wrong. Nothing is changed without --repair.
+
+    --repair puts damaged files into the folder 'quarantine' and forgets the blocks that are lost. These come back when
+    a checkpoint that has them is ingested again, or a merge that derives them is run again.
+    """
     with repository(repo) as opened, progress("checking", in_bytes=False) as tell:
-        report = opened.fsck(read_data=read_data, progress=tell)
+        if repair:
+            mended = opened.repair(progress=tell)
+            problems, value = mended.left, {"ok": mended.ok, **vars(mended)}
+            summary = (
+                f"{len(mended.found)} errors found; {mended.blocks_found} blocks had another copy,"
+                f" {mended.blocks_moved} were saved from damaged packs, {mended.blocks_dropped} are lost"
+            )
+        else:
+            report = opened.fsck(read_data=read_data, progress=tell)
+            problems, value = report.errors, {"ok": report.ok, **vars(report)}
+            summary = f"{report.manifests} manifests, {report.blocks} blocks and {report.packs} packs checked"
     lines = [
         f"{problem.kind} {problem.name}: {problem.message}"
         + (f" (affects {', '.join(problem.affects)})" if problem.affects else "")
-        for problem in report.errors
+        for problem in problems
     ]
-    checked = f"{report.manifests} manifests, {report.blocks} blocks and {report.packs} packs checked"
-    lines.append(f"{checked}: {len(report.errors) or 'no'} errors")
-    value = {"ok": report.ok, **{f: getattr(report, f) for f in report.__dataclass_fields__}}
+    lines.append(f"{summary}: {len(problems) or 'no'} errors{' left' if repair else ''}")
+    if repair and (lost := sorted({name for problem in problems for name in problem.affects})):
+        lines.append(f"to have them whole, ingest again, or merge again: {', '.join(lost)}")
     emit(value, as_json, lambda: "\n".join(lines))
-    if not report.ok:
+    if problems:
+        sys.exit(1)
+
+
+@click.group()
+def catalog() -> None:
+    """The catalog: the index of packs and manifests, and of what they are called."""
+
+
+@catalog.command("rebuild")
+@json_option
+@click.pass_obj
+def catalog_rebuild(repo: str | None, as_json: bool) -> None:
+    """Make the catalog anew from packs, manifests and the copies of refs; the earlier one is kept beside it.
+
+    Statistics are not in any other file: ingest experts again with --base to have them at hand, or they are measured
+    when a merge needs them.
+    """
+    path = Path(repo) if repo else find_repository(Path.cwd())
+    report = rebuild(path)
+    lines = [
+        *report.lost,
+        f"{report.blocks} blocks in {report.packs} packs, {report.manifests} models, {report.refs} refs",
+    ]
+    if report.recovered:
+        lines.append(f"there were no copies of refs: models are called {', '.join(report.recovered)} now")
+    if report.kept:
+        lines.append(f"the earlier catalog is {report.kept}")
+    emit(report, as_json, lambda: "\n".join(lines))
+    if report.lost:
         sys.exit(1)
 
 

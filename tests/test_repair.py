@@ -1,0 +1,237 @@
+"""Mending: what is damaged is known afterwards for lost, what is whole stays, and ingesting or merging again heals."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from builders import contents, fine_tuned, new_repository, random_model, recipe_text, served, tree, write_model
+
+from mergefs.blocks.pack import pack_name, read_records
+from mergefs.blocks.writer import adopt
+from mergefs.errors import CorruptionError, UserError
+from mergefs.rebuild import rebuild
+from mergefs.recipe import Recipe
+from mergefs.repository import Repository
+from mergefs.rewriting import Rewrite
+from mergefs.store import REF_COPIES, manifest_name, plan_name
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Repository:
+    """A base, two experts, a merge of them and a lazy one, each with its checkpoint's folder beside the repository."""
+    repository = new_repository(tmp_path / "repository")
+    base = random_model(1)
+    write_model(tmp_path / "base", base, {"config.json": b"{}"})
+    repository.ingest(tmp_path / "base", "base")
+    for seed, name in enumerate(["x", "y"]):
+        write_model(tmp_path / name, fine_tuned(base, seed), {"config.json": b"{}"})
+        repository.ingest(tmp_path / name, name, base="base")
+    _merge(repository)
+    return repository
+
+
+def _merge(repository: Repository) -> None:
+    recipe = repository.path.parent / "recipe.yml"
+    recipe.write_text(recipe_text("task_arithmetic", [("x", {"weight": 0.5}), ("y", {"weight": 0.5})], "base"))
+    repository.merge(Recipe.load(recipe), "merged")
+    repository.merge(Recipe.load(recipe), "later", lazy=True)
+
+
+def _everything(repository: Repository) -> dict[str, dict[str, str]]:
+    return {name: served(repository, name) for name in sorted(repository.refs())}
+
+
+def _ingest_again(repository: Repository) -> None:
+    """Take in all checkpoints and merge again, as somebody does who has lost something."""
+    for name in ("base", "x", "y"):
+        repository.ingest(repository.path.parent / name, name, base=None if name == "base" else "base")
+    _merge(repository)
+
+
+def _flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_a_sound_repository_stays_as_it_is(models: Repository) -> None:
+    before = _everything(models)
+    report = models.repair()
+    assert report.ok
+    assert (report.found, report.files) == ((), ())
+    assert (report.blocks_found, report.blocks_dropped, report.blocks_moved) == (0, 0, 0)
+    assert _everything(models) == before
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_damage_is_mended_by_ingesting_again(models: Repository, seed: int) -> None:
+    before = _everything(models)
+    chance = random.Random(seed)
+    files = [p for kind in ("packs", "manifests", "plans") for p in sorted((models.path / kind).glob("*/*"))]
+    for path in chance.sample(files, 3):
+        match chance.randrange(3):
+            case 0:
+                _flip(path, chance.randrange(path.stat().st_size))
+            case 1:
+                os.truncate(path, chance.randrange(path.stat().st_size))
+            case _:
+                path.unlink()
+    assert not models.fsck(read_data=True).ok
+    models.repair()
+    models.close()
+    with Repository.open(models.path, sync=False) as again:
+        _ingest_again(again)
+        assert again.fsck(read_data=True).ok
+        assert _everything(again) == before
+
+
+def test_what_is_sound_in_a_damaged_pack_is_kept(models: Repository) -> None:
+    identity = bytes.fromhex(models.resolve("x"))
+    assert identity
+    packs = sorted(models.path.glob("packs/*/*.pack"), key=lambda p: len(read_records(p)))
+    path, records = packs[-1], read_records(packs[-1])
+    _flip(path, records[0].offset)
+    report = models.repair()
+    assert report.blocks_dropped == 1
+    assert report.blocks_moved == len({r.block for r in records if r.tier == 0}) - 1
+    assert report.files == (f"quarantine/{path.name}",)
+    # What stands on the lost block waits for it.
+    assert records[0].block.hex() in {problem.name for problem in report.left}
+    with pytest.raises(CorruptionError):
+        _everything(models)
+    before = {name: tree(models.path.parent / name) for name in ("base", "x", "y")}
+    models.ingest(models.path.parent / "base", "base")
+    assert models.fsck(read_data=True).ok
+    assert {name: served(models, name) for name in before} == before
+
+
+def test_a_block_with_another_copy_is_found(models: Repository) -> None:
+    before = _everything(models)
+    path = max(models.path.glob("packs/*/*.pack"), key=lambda p: len(read_records(p)))
+    records = read_records(path)
+    # A pack that nobody knows, such as a crash leaves behind, with the same blocks in another order.
+    with Rewrite(models, "test") as rewrite:
+        for record in reversed(records):
+            payload = models.backend.get(f"packs/{path.parent.name}/{path.name}", record.offset, record.length)
+            rewrite.append(record, payload)
+        rewrite.finish()
+        for identity, pack in rewrite._finished:
+            adopt(models.backend, identity, pack.path)
+    path.unlink()
+    report = models.repair()
+    assert report.blocks_found == len({record.block for record in records})
+    assert report.blocks_dropped == 0
+    assert report.ok
+    assert _everything(models) == before
+
+
+def test_a_rebuilt_catalog_serves_the_same(models: Repository) -> None:
+    before, refs = _everything(models), models.refs()
+    logged = {name: models.manifest_entry(identity) for name, identity in refs.items()}
+    models.close()
+    shutil.rmtree(models.path / "catalog")
+    report = rebuild(models.path, sync=False)
+    assert (report.lost, report.recovered, report.kept) == ((), (), None)
+    assert report.refs == len(refs)
+    with Repository.open(models.path, sync=False) as again:
+        assert again.refs() == refs
+        assert again.fsck(read_data=True).ok
+        assert _everything(again) == before
+        assert {name: again.manifest_entry(identity) for name, identity in refs.items()} == logged
+        again.gc()
+        assert _everything(again) == before
+        _merge(again)
+
+
+def test_a_damaged_catalog_is_kept_beside_the_new_one(models: Repository) -> None:
+    before = _everything(models)
+    models.close()
+    _flip(models.path / "catalog" / "data.mdb", 16)
+    report = rebuild(models.path, sync=False)
+    assert report.kept is not None
+    assert (models.path / report.kept / "data.mdb").is_file()
+    with Repository.open(models.path, sync=False) as again:
+        assert _everything(again) == before
+
+
+def test_a_catalog_in_use_is_not_rebuilt(models: Repository) -> None:
+    with models.view("base"), pytest.raises(UserError, match="in use"):
+        rebuild(models.path)
+    assert models.fsck().ok
+
+
+def test_models_without_copies_of_refs_get_names(models: Repository) -> None:
+    before = _everything(models)
+    models.close()
+    shutil.rmtree(models.path / "catalog")
+    shutil.rmtree(models.path / REF_COPIES)
+    report = rebuild(models.path, sync=False)
+    assert len(report.recovered) == len(before)
+    with Repository.open(models.path, sync=False) as again:
+        assert sorted(map(str, _everything(again).values())) == sorted(map(str, before.values()))
+        assert (
+            _everything(again)[f"recovered-{again.resolve('recovered-' + _id_of(again, before['x']))[:12]}"]
+            == before["x"]
+        )
+
+
+def _id_of(repository: Repository, files: dict[str, str]) -> str:
+    return next(name for name in repository.refs() if served(repository, name) == files).removeprefix("recovered-")
+
+
+def test_what_a_rebuilt_catalog_cannot_have_is_said(models: Repository) -> None:
+    identity = models.resolve("x")
+    models.close()
+    (models.path / manifest_name(identity)).unlink()
+    (models.path / REF_COPIES / "y.json").write_text("{}")
+    report = rebuild(models.path, sync=False)
+    assert any(line.startswith("ref 'x'") for line in report.lost)
+    assert any(line.startswith("ref 'y'") for line in report.lost)
+    with Repository.open(models.path, sync=False) as again:
+        assert sorted(again.refs()) == ["base", "later", "merged"]
+
+
+def test_copies_of_refs_follow_the_refs(models: Repository) -> None:
+    folder = models.path / REF_COPIES
+    assert sorted(path.stem for path in folder.iterdir()) == sorted(models.refs())
+    models.tag("other", "x")
+    models.remove(["x", "merged"])
+    assert sorted(path.stem for path in folder.iterdir()) == sorted(models.refs()) == ["base", "later", "other", "y"]
+
+
+def test_a_repository_from_before_there_were_copies_gets_them(models: Repository) -> None:
+    folder = models.path / REF_COPIES
+    before = contents(folder)
+    models.close()
+    shutil.rmtree(folder)
+    with Repository.open(models.path, readonly=True):
+        assert not folder.exists()
+    with Repository.open(models.path, sync=False):
+        assert contents(folder) == before
+
+
+def test_quarantined_files_are_out_of_the_way(models: Repository) -> None:
+    identity = models.resolve("merged")
+    plan = models.manifest(identity).lineage.plan
+    assert plan is not None
+    _flip(models.path / plan_name(plan), 5)
+    assert not models.fsck().ok
+    report = models.repair()
+    assert report.files == (f"quarantine/{plan}.json",)
+    assert not (models.path / plan_name(plan)).exists()
+    _merge(models)
+    assert models.fsck(read_data=True).ok
+    assert contents(models.path / "quarantine")
+    assert tree(models.path / "quarantine")
+    assert all((models.path / pack_name(pack)).exists() for pack in _packs(models))
+
+
+def _packs(repository: Repository) -> list[bytes]:
+    with repository.catalog.read() as txn:
+        return [key for key, _ in txn.items("packs")]
