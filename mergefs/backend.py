@@ -142,13 +142,17 @@ class LocalBackend(Backend):
             self._flush_folder(path.parent.parent)
 
     def _flush_folder(self, folder: Path) -> None:
-        if not self._sync:
-            return
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        if self._sync:
+            flush_folder(folder)
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_at(descriptor: int, offset: int, size: int) -> bytes:

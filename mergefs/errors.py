@@ -55,6 +55,10 @@ class NotARepositoryError(UserError):
     """The folder is not a mergefs repository."""
 
 
+class CatalogMissingError(MergefsError):
+    """The repository has no catalog, or an empty file for one."""
+
+
 class FormatVersionError(UserError):
     """The repository was written by a newer mergefs."""
 

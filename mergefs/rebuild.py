@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergefs.backend import LocalBackend
+from mergefs.backend import LocalBackend, flush_folder
 from mergefs.blocks import codecs
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name, read_records
 from mergefs.catalog.environment import Transaction
@@ -70,23 +70,18 @@ def rebuild(path: str | Path, *, sync: bool = True) -> RebuildReport:
     shutil.rmtree(folder / _NEW, ignore_errors=True)
     builder = _Builder(folder, sync=sync)
     report = builder.build()
+    if sync:
+        flush_folder(folder / _NEW)
+        flush_folder(folder)
+    # A crash between the two leaves a repository without a catalog, which does not open until this is run again.
     kept = None
     if catalog.exists():
         kept = f"catalog.before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
         os.rename(catalog, folder / kept)
     os.rename(folder / _NEW, catalog)
     if sync:
-        flush(folder)
+        flush_folder(folder)
     return RebuildReport(**{**vars(report), "kept": kept})
-
-
-def flush(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def usable_tiers(backend: LocalBackend, found: Iterable[Location], base: Buffer | None) -> tuple[Location, ...] | None:

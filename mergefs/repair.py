@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergefs import fsck
+from mergefs.backend import flush_folder
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.environment import Transaction
@@ -17,7 +18,7 @@ from mergefs.errors import CorruptionError, MergefsError
 from mergefs.fsck import FsckReport, Problem, Progress
 from mergefs.hashing import Buffer, digest, is_hex_id
 from mergefs.merge.remembered import TABLE as DERIVATIONS
-from mergefs.rebuild import flush, usable_tiers
+from mergefs.rebuild import usable_tiers
 from mergefs.rewriting import Rewrite
 from mergefs.store import Store, manifest_name, plan_name
 
@@ -219,5 +220,5 @@ class _Mending:
             return
         self.files.append(f"{QUARANTINE}/{Path(name).name}")
         if self._store.sync:
-            flush(path.parent)
-            flush(folder)
+            flush_folder(path.parent)
+            flush_folder(folder)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mergefs import manifest as manifests
-from mergefs.backend import LocalBackend
+from mergefs.backend import LocalBackend, flush_folder
 from mergefs.blocks.exact import CODINGS, Exact, check_exact
 from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
@@ -20,6 +20,7 @@ from mergefs.catalog.leases import Lease, NoLease, leases
 from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref, ref_entries
 from mergefs.errors import (
     BlocksCollectedError,
+    CatalogMissingError,
     CorruptionError,
     DestinationError,
     FormatVersionError,
@@ -60,6 +61,11 @@ class Store:
         self.sync = sync
         self.readonly = readonly
         self.backend = LocalBackend(self.path, sync=sync)
+        # LMDB would make an empty one, and gc take everything for garbage.
+        if not _size(self.path / "catalog" / "data.mdb"):
+            raise CatalogMissingError(
+                f"{self.path} has no catalog: 'mergefs catalog rebuild' makes it anew from the other files"
+            )
         self.catalog = Catalog(self.path / "catalog", readonly=readonly, sync=sync)
         self._load_manifest = lru_cache(maxsize=64)(self._read_manifest)
         if not readonly:
@@ -105,6 +111,8 @@ class Store:
             "exact": coding,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
+        for made in (folder / "catalog", folder, folder.parent):
+            flush_folder(made)
         # Written last: a folder without it is not a repository.
         LocalBackend(folder).put(CONFIG, _encode_config(config))
         return cls(folder)
@@ -437,6 +445,13 @@ def _check_whole(txn: Transaction, manifest: Manifest) -> None:
 
 Publication = Sequence[tuple[str, bytes, bytes]]
 """Puts for a transaction: table, key, value."""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def _changed(path: Path) -> float:
