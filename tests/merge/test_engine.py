@@ -90,7 +90,9 @@ def test_every_path_gives_the_same_bytes(slice_repository: Repository, method: s
     stored = repository.materialize(f"{prefix}-lazy")
     assert stored.manifest == one.manifest
     assert repository.resolve(f"{prefix}-lazy") == one.manifest
-    assert repository.materialize(f"{prefix}-lazy").manifest == one.manifest
+    again = repository.materialize(f"{prefix}-lazy")
+    assert (again.manifest, again.plan, again.ref, again.previous) == (one.manifest, one.plan, f"{prefix}-lazy", None)
+    assert (again.read.expert, again.written_bytes, again.blocks.derived) == (0, 0, 0)
 
 
 def test_a_lazy_view_reads_any_part(models: Repository) -> None:
@@ -401,3 +403,12 @@ def test_memory_limits_threads_and_not_the_result(models: Repository) -> None:
 def _sources(repository: Repository, planned: Any, counter: ReadCounter) -> Sources:
     reader = BlockReader(repository.catalog, repository.backend, counter)
     return Sources(planned.plan, planned.base, planned.experts, reader)
+
+
+def test_a_stored_merge_needs_no_experts_to_be_materialized(models: Repository) -> None:
+    report = models.merge(recipe("task_arithmetic", ["x", "y"]), "stored")
+    models.remove(["x", "y"])
+    models.gc()
+    again = models.materialize("stored")
+    assert again.manifest == report.manifest
+    assert again.blocks.shared == report.blocks.shared + report.blocks.derived
