@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from mergefs.blocks.pack import NO_BASE, Record, hash_file, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.tables import Location, locations, ref_entries
-from mergefs.errors import MergefsError
+from mergefs.errors import CorruptionError, MergefsError
 from mergefs.hashing import ID_BYTES
 from mergefs.merge.lazy import load_plan
 from mergefs.merge.remembered import TABLE as DERIVATIONS
 from mergefs.pipeline import available_cores, ordered
-from mergefs.store import Store
+from mergefs.store import REF_COPIES, Store, decode_ref_copy, ref_copy_name
 
 Progress = Callable[[int, int], None]
 
@@ -83,6 +83,7 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
     for name, identity in refs.items():
         if identity not in manifests:
             checker.report("ref", name, f"it names manifest {identity}, which is not in the catalog", (name,))
+    checker.check_copies()
     # From here on gc may move blocks to other packs, and take those that no manifest needs; nothing else.
     with store.reading("fsck", manifests):
         for identity in manifests:
@@ -99,6 +100,7 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
 class _Checker:
     def __init__(self, store: Store, refs: dict[str, str], found: dict[bytes, list[Location]]) -> None:
         self._store = store
+        self._refs = refs
         self._found = found
         self._in_pack: dict[bytes, list[Record]] = {}
         for locations_of_block in found.values():
@@ -119,6 +121,22 @@ class _Checker:
                 self.problems[place] = replace(known, affects=everything)
                 return
         self.problems.append(Problem(kind, name, message, affects))
+
+    def check_copies(self) -> None:
+        """Check that the copy of each ref says the same, or what a command that was interrupted was about to do."""
+        if not (self._store.path / REF_COPIES).is_dir():
+            return  # made before there were copies, and open for reading only
+        for name, identity in self._refs.items():
+            try:
+                entry = decode_ref_copy(self._store.backend.get(ref_copy_name(name)))
+                differs = identity not in (entry["manifest"], entry["previous"])
+                message = "the catalog and the ref's copy disagree about it" if differs else None
+            except FileNotFoundError:
+                message = "its copy is missing"
+            except CorruptionError as error:
+                message = str(error)
+            if message is not None and self._store.catalog.ref(name) == identity:
+                self.report("ref", name, message, (name,))
 
     def check_manifest(self, identity: str) -> None:
         """Check that a manifest is whole and that everything it needs is in the catalog."""

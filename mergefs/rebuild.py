@@ -21,7 +21,7 @@ from mergefs.catalog.tables import Catalog, Location, get_location, put_location
 from mergefs.errors import CorruptionError, MergefsError, RefNameError, UserError
 from mergefs.hashing import Buffer, digest, hex_digest, is_hex_id
 from mergefs.manifest import Manifest, decode
-from mergefs.store import REF_COPIES, check_ref_name, manifest_name, read_config
+from mergefs.store import REF_COPIES, check_ref_name, decode_ref_copy, manifest_name, read_config
 
 _NEW = "catalog.new"
 _COMBINATIONS = 64
@@ -245,9 +245,6 @@ class _Builder:
             name = path.name.removesuffix(".json")
             try:
                 check_ref_name(name)
-                entry = json.loads(path.read_bytes())
-                if not is_hex_id(entry["manifest"]) or not isinstance(entry.get("about", {}), dict):
-                    raise ValueError("no manifest's id")
-                yield name, {"time": 0.0, "previous": None, "about": {}, **entry}
-            except (OSError, ValueError, KeyError, TypeError, RefNameError) as error:
-                self._lost.append(f"ref '{name}': its copy is damaged: {error}")
+                yield name, decode_ref_copy(path.read_bytes())
+            except (OSError, CorruptionError, RefNameError) as error:
+                self._lost.append(f"ref '{name}': {error}")

@@ -13,14 +13,14 @@ from mergefs.backend import flush_folder
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.environment import Transaction
-from mergefs.catalog.tables import Location, locations, put_location, put_manifest, ref_entries
+from mergefs.catalog.tables import Location, locations, put_location, put_manifest, put_ref, ref_entries
 from mergefs.errors import CorruptionError, MergefsError
 from mergefs.fsck import FsckReport, Problem, Progress
 from mergefs.hashing import Buffer, digest, is_hex_id
 from mergefs.merge.remembered import TABLE as DERIVATIONS
 from mergefs.rebuild import usable_tiers
 from mergefs.rewriting import Rewrite
-from mergefs.store import Store, manifest_name, plan_name
+from mergefs.store import Store, decode_ref_copy, manifest_name, plan_name, ref_copy_name
 
 QUARANTINE = "quarantine"
 
@@ -196,18 +196,29 @@ class _Mending:
             txn.delete("packs", pack)
 
     def _mend_entries(self, txn: Transaction) -> None:
-        """Enter manifests that refs name and that are there, and forget derivations of blocks that are not."""
+        """Have damaged refs name what the catalog or else their copy says, where that is there; forget derivations of
+        blocks that are not."""
         entries = dict(ref_entries(txn))
         for name in (problem.name for problem in self._problems if problem.kind == "ref"):
-            identity = str(entries.get(name, {}).get("manifest"))
-            try:
-                manifest = self._store.manifest(identity)
-            except CorruptionError:
-                continue
-            put_manifest(txn, identity, {"raw_bytes": manifest.raw_bytes})
+            for identity in (str(entries.get(name, {}).get("manifest")), self._copied(name)):
+                try:
+                    manifest = self._store.manifest(identity)
+                except CorruptionError:
+                    continue
+                put_manifest(txn, identity, {"raw_bytes": manifest.raw_bytes})
+                put_ref(txn, name, identity)
+                self._store.copy_ref(txn, name)
+                break
         stored = {location.record.block for location in locations(txn)}
         for key in [key for key, block in txn.items(DERIVATIONS) if block not in stored]:
             txn.delete(DERIVATIONS, key)
+
+    def _copied(self, name: str) -> str:
+        """Return what the copy of a ref names; nothing when it is damaged."""
+        try:
+            return str(decode_ref_copy(self._store.backend.get(ref_copy_name(name)))["manifest"])
+        except (FileNotFoundError, CorruptionError):
+            return ""
 
     def _set_aside(self, name: str) -> None:
         """Move a damaged file to the quarantine, where nobody looks for it."""

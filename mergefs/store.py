@@ -233,7 +233,7 @@ class Store:
             for table, key, value in extra:
                 txn.put(table, key, value)
             previous = put_ref(txn, name, manifest.id)
-            self._copy_ref(txn, name)
+            self.copy_ref(txn, name)
             return previous
 
         return self.catalog.write(commit)
@@ -341,7 +341,7 @@ class Store:
             if get_manifest(txn, identity) is None:
                 raise NotFoundError(f"manifest {identity} was collected just now")
             put_ref(txn, name, identity)
-            self._copy_ref(txn, name)
+            self.copy_ref(txn, name)
 
         self.catalog.write(point)
         return identity
@@ -363,10 +363,30 @@ class Store:
                 gone[name] = str(json.loads(value)["manifest"])
             for name in wanted:
                 txn.delete("refs", name.encode())
-                self._copy_ref(txn, name)
             return gone
 
-        return self.catalog.write(delete)
+        found = self.catalog.write(delete)
+
+        def forget(txn: Transaction) -> None:
+            for name in wanted:
+                self.copy_ref(txn, name)
+
+        self.catalog.write(forget)  # a copy without its ref is no damage; a ref without its copy is
+        return found
+
+    def copy_ref(self, txn: Transaction, name: str) -> None:
+        """Write what a transaction says of a ref to a file, from which a lost catalog's refs come back.
+
+        It is written before the transaction is durable: after a crash in between, a rebuilt catalog has the ref as a
+        command was about to leave it, with a manifest that is whole.
+        """
+        value = txn.get("refs", name.encode())
+        if value is None:
+            self.backend.delete(ref_copy_name(name))
+            return
+        entry = json.loads(value)
+        about = get_manifest(txn, entry["manifest"]) or {}
+        self.backend.replace(ref_copy_name(name), encode_ref_copy({**entry, "about": about}))
 
     # -- leases --------------------------------------------------------------------------------------------
 
@@ -385,24 +405,10 @@ class Store:
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    def _copy_ref(self, txn: Transaction, name: str) -> None:
-        """Write what a transaction says of a ref to a file, from which a lost catalog's refs come back.
-
-        It is written before the transaction is durable: after a crash in between, a rebuilt catalog has the ref as a
-        command was about to leave it, with a manifest that is whole.
-        """
-        value = txn.get("refs", name.encode())
-        if value is None:
-            self.backend.delete(ref_copy_name(name))
-            return
-        entry = json.loads(value)
-        about = get_manifest(txn, entry["manifest"]) or {}
-        self.backend.replace(ref_copy_name(name), json.dumps({**entry, "about": about}, sort_keys=True).encode())
-
     def _copy_refs(self, txn: Transaction) -> None:
         (self.path / REF_COPIES).mkdir(mode=0o700, exist_ok=True)
         for name, _ in list(ref_entries(txn)):
-            self._copy_ref(txn, name)
+            self.copy_ref(txn, name)
 
     def _put_all(self, objects: list[tuple[str, bytes]]) -> None:
         for name, data in objects:
@@ -469,6 +475,26 @@ def manifest_name(identity: str) -> str:
 def plan_name(identity: str) -> str:
     """Return the object name of a plan."""
     return f"plans/{identity[:2]}/{identity}.json"
+
+
+def encode_ref_copy(entry: dict[str, Any]) -> bytes:
+    """Return the bytes of a ref's copy: a line of JSON, and a line with its hash."""
+    line = json.dumps(entry, sort_keys=True).encode()
+    return line + b"\n" + hex_digest(line).encode() + b"\n"
+
+
+def decode_ref_copy(data: bytes) -> dict[str, Any]:
+    """Read a ref's copy.
+
+    Raises:
+        CorruptionError: when it is damaged.
+    """
+    line, _, rest = data.partition(b"\n")
+    if rest != hex_digest(line).encode() + b"\n":
+        raise CorruptionError("the copy of a ref is damaged: its bytes have another hash")
+    entry = json.loads(line)
+    assert isinstance(entry, dict)
+    return entry
 
 
 def ref_copy_name(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -189,7 +190,7 @@ def test_what_a_rebuilt_catalog_cannot_have_is_said(models: Repository) -> None:
     identity = models.resolve("x")
     models.close()
     (models.path / manifest_name(identity)).unlink()
-    (models.path / REF_COPIES / "y.json").write_text("{}")
+    (models.path / REF_COPIES / "y.json").write_text("{}\n")
     report = rebuild(models.path, sync=False)
     assert any(line.startswith("ref 'x'") for line in report.lost)
     assert any(line.startswith("ref 'y'") for line in report.lost)
@@ -214,6 +215,28 @@ def test_a_repository_from_before_there_were_copies_gets_them(models: Repository
         assert not folder.exists()
     with Repository.open(models.path, sync=False):
         assert contents(folder) == before
+
+
+@pytest.mark.parametrize("damaged", ["copy", "no copy", "catalog", "manifest's entry"])
+def test_a_damaged_ref_is_found_and_mended(models: Repository, damaged: str) -> None:
+    before, identity = _everything(models), models.resolve("x")
+    copy = models.path / REF_COPIES / "x.json"
+    match damaged:
+        case "copy":
+            _flip(copy, 20)
+        case "no copy":
+            copy.unlink()
+        case "catalog":
+            entry = json.dumps({"manifest": "0" * 64, "time": 0, "previous": None}).encode()
+            models.catalog.write(lambda txn: txn.put("refs", b"x", entry))
+        case _:
+            models.catalog.write(lambda txn: txn.delete("manifests", bytes.fromhex(identity)))
+    report = models.fsck()
+    assert ("ref", "x") in {(problem.kind, problem.name) for problem in report.errors}
+    assert all("x" in problem.affects for problem in report.errors if problem.name == "x")
+    assert models.repair().ok
+    assert models.resolve("x") == identity
+    assert _everything(models) == before
 
 
 def test_quarantined_files_are_out_of_the_way(models: Repository) -> None:
