@@ -10,9 +10,11 @@ from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.tables import Location, locations, ref_entries
 from mergefs.errors import CorruptionError, MergefsError
 from mergefs.hashing import ID_BYTES
+from mergefs.manifest import Manifest
 from mergefs.merge.lazy import load_plan
 from mergefs.merge.remembered import TABLE as DERIVATIONS
 from mergefs.pipeline import available_cores, ordered
+from mergefs.planner.plan import Plan
 from mergefs.store import REF_COPIES, Store, decode_ref_copy, ref_copy_name
 
 Progress = Callable[[int, int], None]
@@ -86,8 +88,7 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
     checker.check_copies()
     # From here on gc may move blocks to other packs, and take those that no manifest needs; nothing else.
     with store.reading("fsck", manifests):
-        for identity in manifests:
-            checker.check_manifest(identity)
+        checker.check_manifests(manifests)
         for pack in packs:
             checker.check_pack(pack)
         if read_data:
@@ -138,34 +139,50 @@ class _Checker:
             if message is not None and self._store.catalog.ref(name) == identity:
                 self.report("ref", name, message, (name,))
 
-    def check_manifest(self, identity: str) -> None:
-        """Check that a manifest is whole and that everything it needs is in the catalog."""
-        refs = tuple(self._refs_of.get(identity, ()))
+    def check_manifests(self, identities: list[str]) -> None:
+        """Check that manifests are whole and that everything they need is in the catalog."""
+        needing: dict[bytes, str] = {}
+        for identity in identities:
+            refs = tuple(self._refs_of.get(identity, ()))
+            manifest = self._manifest(identity, refs)
+            if manifest is None:
+                continue
+            self._use(manifest, identity, refs, needing)
+            if manifest.lineage.plan is None:
+                continue
+            plan = self._plan(manifest.lineage.plan, refs)
+            for other in (plan.base, *plan.experts) if plan is not None and manifest.is_lazy else ():
+                source = self._manifest(other, refs)
+                if source is not None:
+                    self._use(source, other, refs, needing)
+        for block, identity in needing.items():
+            self._check_block(block, identity)
+
+    def _manifest(self, identity: str, refs: tuple[str, ...]) -> Manifest | None:
         try:
-            data = self._store._read_manifest(identity)
+            return self._store._read_manifest(identity)
         except MergefsError as error:
             self.report("manifest", identity, str(error), refs)
-            return
-        if data.lineage.plan is not None:
-            self._check_plan(data.lineage.plan, data.is_lazy, refs)
-        for block in data.block_ids():
-            self._users.setdefault(block, set()).update(refs)
-            self._need(block, identity, refs)
+            return None
 
-    def _check_plan(self, identity: str, is_lazy: bool, refs: tuple[str, ...]) -> None:
-        """Check that a plan is whole, and where blocks are to be derived by it the models that they come from."""
+    def _plan(self, identity: str, refs: tuple[str, ...]) -> Plan | None:
         try:
-            plan = load_plan(self._store, identity)
+            return load_plan(self._store, identity)
         except MergefsError as error:
             self.report("plan", identity, str(error), refs)
-            return
-        for other in (plan.base, *plan.experts) if is_lazy else ():
-            try:
-                self._store._read_manifest(other)
-            except MergefsError as error:
-                self.report("manifest", other, str(error), refs)
+            return None
 
-    def _need(self, block: bytes, identity: str, refs: tuple[str, ...]) -> None:
+    def _use(self, manifest: Manifest, identity: str, refs: tuple[str, ...], needing: dict[bytes, str]) -> None:
+        """Note whose blocks a manifest's are, and those that they stand on."""
+        for block in manifest.block_ids():
+            needing.setdefault(block, identity)
+            self._users.setdefault(block, set()).update(refs)
+            tiers = self._found.get(block)
+            if tiers is not None and tiers[0].record.base != NO_BASE:
+                self._users.setdefault(tiers[0].record.base, set()).update(refs)
+
+    def _check_block(self, block: bytes, identity: str) -> None:
+        refs = tuple(sorted(self._users[block]))
         tiers = self._found.get(block)
         if tiers is None:
             self._bad_block(block, f"it is missing, and manifest {identity[:12]} needs it", refs)
@@ -173,10 +190,8 @@ class _Checker:
         record = tiers[0].record
         if [location.record.tier for location in tiers] != list(range(record.tiers)):
             self._bad_block(block, f"it has {len(tiers)} of {record.tiers} tiers", refs)
-        if record.base != NO_BASE:
-            self._users.setdefault(record.base, set()).update(refs)
-            if record.base not in self._found:
-                self._bad_block(block, f"block {record.base.hex()}, its base, is missing", refs)
+        if record.base != NO_BASE and record.base not in self._found:
+            self._bad_block(block, f"block {record.base.hex()}, its base, is missing", refs)
 
     def check_pack(self, pack: bytes) -> None:
         """Check that a pack's table is whole and agrees with the catalog."""

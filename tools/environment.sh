@@ -1,6 +1,7 @@
 # Sourced by tools/demo, tools/test and .ci/run: a Python environment with mergefs in it, and FUSE.
 #
 #   prepare_fuse                 fusermount3, by apt-get when root; otherwise says what is missing and goes on
+#   prepare_strace               strace likewise, by which tests see what reaches the disk
 #   prepare_python EXTRA,EXTRA   the active virtual environment, or .venv in the repository's root, with mergefs
 #
 # Says nothing but what it begins to install, and what went wrong.
@@ -33,6 +34,11 @@ install_packages() {
 prepare_fuse() {
     command -v fusermount3 >/dev/null || install_packages fuse3 ||
         say "fusermount3 is missing: install your system's fuse3 package to mount models; going on without."
+}
+
+prepare_strace() {
+    command -v strace >/dev/null || install_packages strace ||
+        say "strace is missing: install it to run the tests of crashes; going on without."
 }
 
 # The first Python that is new enough.
