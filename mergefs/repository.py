@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mergefs.serve.mount import MountInfo
     from mergefs.serve.view import View
     from mergefs.serve.zarr_store import BlockStore, ModelStore
+    from mergefs.transfer.copy import TransferReport
 
 
 class Repository(Store):
@@ -167,6 +168,18 @@ class Repository(Store):
         from mergefs.repair import repair
 
         return repair(self, progress=progress)
+
+    def push(self, name: str, remote: str, **options: Any) -> TransferReport:
+        """Send a model to another repository or an archive; see `mergefs.transfer.copy.push`."""
+        from mergefs.transfer.copy import push
+
+        return push(self, name, remote, **options)
+
+    def pull(self, name: str, remote: str, **options: Any) -> TransferReport:
+        """Fetch a model from another repository or an archive; see `mergefs.transfer.copy.pull`."""
+        from mergefs.transfer.copy import pull
+
+        return pull(self, name, remote, **options)
 
     def stats(self) -> StatsReport:
         """Return how much the repository holds."""

@@ -27,6 +27,7 @@ from mergefs.errors import (
     MergefsError,
     NotARepositoryError,
     NotFoundError,
+    RefMovedError,
     RefNameError,
     UserError,
 )
@@ -206,6 +207,7 @@ class Store:
         *,
         extra: Publication = (),
         plan: tuple[str, bytes] | None = None,
+        expecting: str | None = None,
     ) -> str | None:
         """Make a manifest durable, then visible under a name, in one catalog transaction.
 
@@ -215,9 +217,14 @@ class Store:
             entry: what the catalog is to say of it besides its time.
             extra: further puts for the same transaction.
             plan: id and canonical form of the plan that it came from.
+            expecting: the id of the manifest that the ref has to name until now, "" for a ref that there is not; any
+                when None.
 
         Returns:
             The id of the manifest that the ref named before, or None.
+
+        Raises:
+            RefMovedError: when the ref names neither what was expected nor this manifest.
         """
         check_ref_name(name)
         objects = [(manifest_name(manifest.id), manifest.encoded)]
@@ -226,6 +233,8 @@ class Store:
         self._put_all(objects)
 
         def commit(txn: Transaction) -> str | None:
+            if expecting is not None:
+                _check_unmoved(txn, name, {expecting, manifest.id})
             # Once more inside the transaction, where gc cannot be: it may have taken equal objects for dead.
             self._put_all(objects)
             _check_whole(txn, manifest)
@@ -447,6 +456,14 @@ def _check_whole(txn: Transaction, manifest: Manifest) -> None:
         for identity in (manifest.lineage.base, *manifest.lineage.experts):
             if identity is not None and get_manifest(txn, identity) is None:
                 raise BlocksCollectedError(f"model {identity} was collected before its merge was published")
+
+
+def _check_unmoved(txn: Transaction, name: str, allowed: set[str]) -> None:
+    value = txn.get("refs", name.encode())
+    now = "" if value is None else str(json.loads(value)["manifest"])
+    if now not in allowed:
+        what = f"names {now[:12]} now" if now else "was removed"
+        raise RefMovedError(f"'{name}' {what}: commit under another name, or overrule with --force")
 
 
 Publication = Sequence[tuple[str, bytes, bytes]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -158,22 +158,38 @@ def read_records(path: Path) -> list[Record]:
         CorruptionError: when the pack has no whole footer, or its records are not what the footer says.
         FileNotFoundError: when there is no such file.
     """
-    size = path.stat().st_size
     with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC or size < len(MAGIC) + _FOOTER.size:
-            raise CorruptionError(f"{path.name} is not a pack or is cut short")
-        file.seek(size - _FOOTER.size)
-        start, count, reserved, table_hash, magic = _FOOTER.unpack(file.read(_FOOTER.size))
-        if magic != FOOTER_MAGIC or reserved or start + count * RECORD_BYTES + _FOOTER.size != size:
-            raise CorruptionError(f"{path.name} has no whole footer")
-        file.seek(start)
-        table = file.read(count * RECORD_BYTES)
+
+        def read(offset: int, size: int) -> bytes:
+            file.seek(offset)
+            return file.read(size)
+
+        return read_table(path.name, path.stat().st_size, read)
+
+
+def read_table(name: str, size: int, read: Callable[[int, int], bytes]) -> list[Record]:
+    """Read the records of a pack from wherever it lies.
+
+    Args:
+        name: how messages call it.
+        size: its bytes.
+        read: returns so many bytes from an offset.
+
+    Raises:
+        CorruptionError: see `read_records`.
+    """
+    if size < len(MAGIC) + _FOOTER.size or read(0, len(MAGIC)) != MAGIC:
+        raise CorruptionError(f"{name} is not a pack or is cut short")
+    start, count, reserved, table_hash, magic = _FOOTER.unpack(read(size - _FOOTER.size, _FOOTER.size))
+    if magic != FOOTER_MAGIC or reserved or start + count * RECORD_BYTES + _FOOTER.size != size:
+        raise CorruptionError(f"{name} has no whole footer")
+    table = read(start, count * RECORD_BYTES)
     if digest(table) != table_hash:
-        raise CorruptionError(f"{path.name}: its table of blocks is damaged")
+        raise CorruptionError(f"{name}: its table of blocks is damaged")
     records = [Record.unpack(table[at : at + RECORD_BYTES]) for at in range(0, count * RECORD_BYTES, RECORD_BYTES)]
     for record in records:
         if record.offset < len(MAGIC) or record.offset + record.length > start:
-            raise CorruptionError(f"{path.name}: a record points outside the pack")
+            raise CorruptionError(f"{name}: a record points outside the pack")
     return records
 
 

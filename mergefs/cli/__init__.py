@@ -19,6 +19,8 @@ _COMMANDS = {
     "mount": ("serving", "Mount a model, or everything, as read-only files."),
     "umount": ("serving", "End a mount."),
     "export": ("serving", "Write a model as an ordinary directory."),
+    "push": ("transferring", "Send a model to another repository or an archive."),
+    "pull": ("transferring", "Fetch a model from another repository or an archive."),
     "ls": ("models", "List the refs."),
     "show": ("models", "Describe a model."),
     "log": ("models", "Show where a model came from."),

@@ -1,0 +1,1 @@
+"""Models between repositories: only what the other side lacks travels."""

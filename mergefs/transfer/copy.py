@@ -1,0 +1,197 @@
+"""Sending a model from one side to another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergefs.blocks.pack import CHECK_BYTES, NO_BASE
+from mergefs.catalog.tables import Location
+from mergefs.errors import CorruptionError, NotARepositoryError, UserError
+from mergefs.hashing import digest
+from mergefs.manifest import Manifest
+from mergefs.planner import plan as plans
+from mergefs.store import CONFIG, Store, check_ref_name
+from mergefs.transfer.archive import Archive, is_url
+from mergefs.transfer.repository import RepositorySide
+from mergefs.transfer.side import Model, Side
+
+_BATCH = 16 << 20
+"""So many bytes of payloads are read before they are written."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """What travelled.
+
+    Attributes:
+        ref, manifest: what the receiver has now.
+        blocks_sent, blocks_there: blocks that travelled, and that the receiver had.
+        bytes_sent: of their payloads.
+        bytes_written: by the receiver.
+        seconds: wall time.
+    """
+
+    ref: str
+    manifest: str
+    blocks_sent: int
+    blocks_there: int
+    bytes_sent: int
+    bytes_written: int
+    seconds: float
+
+
+def push(
+    store: Store,
+    name: str,
+    remote: str,
+    as_: str | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> TransferReport:
+    """Send a model to another repository (a path) or to an archive (an fsspec URL), which is made where there is none.
+
+    What the other side has is not sent. The ref is set last. When it is interrupted, it goes on from what has arrived.
+
+    Args:
+        store: the repository.
+        name: a ref or an id.
+        remote: the other side.
+        as_: the ref there; by default the same.
+        force: move a ref there that names another model.
+        progress: told the bytes sent and to be sent.
+
+    Raises:
+        NotFoundError: when there is no such model.
+        RefMovedError: when the ref there names another model, and it is not to be moved.
+        UserError: when the other side cuts blocks of another size, or cannot be used.
+        CorruptionError: when something that is needed is missing or damaged.
+    """
+    source = RepositorySide(store)
+    check_ref_name(as_ or name)
+    if is_url(remote):
+        return copy(source, name, Archive(remote, store.block_elements), as_ or name, force=force, progress=progress)
+    with _repository(remote, readonly=False) as other:
+        return copy(source, name, RepositorySide(other), as_ or name, force=force, progress=progress)
+
+
+def pull(
+    store: Store,
+    name: str,
+    remote: str,
+    as_: str | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> TransferReport:
+    """Fetch a model from another repository or from an archive; see `push`."""
+    target = RepositorySide(store)
+    check_ref_name(as_ or name)
+    if is_url(remote):
+        return copy(Archive(remote), name, target, as_ or name, force=force, progress=progress)
+    with _repository(remote, readonly=True) as other:
+        return copy(RepositorySide(other), name, target, as_ or name, force=force, progress=progress)
+
+
+def copy(
+    source: Side, name: str, target: Side, as_: str, *, force: bool = False, progress: Progress | None = None
+) -> TransferReport:
+    """Send a model from one side to another; see `push`."""
+    began = time.monotonic()
+    if source.block_elements != target.block_elements:
+        raise UserError(
+            f"blocks have {source.block_elements} elements here and {target.block_elements} there: models cannot share"
+            " them; export and ingest instead"
+        )
+    identity = source.resolve(name)
+    with source.sending([identity]), target.receiving() as receiver:
+        model = _model(source, identity)
+        places, there = _missing(source, receiver.has, model)
+        total = sum(location.record.length for tiers in places for location in tiers)
+        sent = 0
+        for batch in _batches(places):
+            payloads = iter(source.payloads([location for tiers in batch for location in tiers]))
+            for tiers in batch:
+                mine = [_checked(location, next(payloads)) for location in tiers]
+                receiver.add([location.record for location in tiers], mine)
+                sent += sum(map(len, mine))
+                if progress:
+                    progress(sent, total)
+        receiver.publish(model, as_, replace=force)
+        written = receiver.added_bytes
+    return TransferReport(as_, identity, len(places), there, sent, written, time.monotonic() - began)
+
+
+def _model(source: Side, identity: str) -> Model:
+    manifest = source.manifest(identity)
+    if manifest.lineage.plan is None:
+        return Model(manifest, (), None)
+    encoded = source.plan(manifest.lineage.plan)
+    others: tuple[Manifest, ...] = ()
+    if manifest.is_lazy:
+        plan = plans.decode(encoded)
+        others = tuple(source.manifest(other) for other in dict.fromkeys((plan.base, *plan.experts)))
+    return Model(manifest, others, (manifest.lineage.plan, encoded))
+
+
+def _missing(source: Side, has: Callable[[bytes], bool], model: Model) -> tuple[list[tuple[Location, ...]], int]:
+    """Return the places of blocks that the receiver lacks, those first that others stand on, and how many it has."""
+    roots: dict[bytes, tuple[Location, ...]] = {}
+    others: dict[bytes, tuple[Location, ...]] = {}
+    there = 0
+    for block in sorted(model.block_ids()):
+        if has(block):
+            there += 1
+            continue
+        tiers = _tiers(source, block)
+        base = tiers[0].record.base
+        if base == NO_BASE:
+            roots[block] = tiers
+            continue
+        others[block] = tiers
+        if base not in roots and not has(base):
+            roots[base] = _tiers(source, base)
+    by_place = sorted(roots.values(), key=_place) + sorted(others.values(), key=_place)
+    return by_place, there
+
+
+def _place(tiers: tuple[Location, ...]) -> tuple[bytes, int]:
+    return tiers[0].pack, tiers[0].record.offset
+
+
+def _tiers(source: Side, block: bytes) -> tuple[Location, ...]:
+    tiers = source.tiers(block)
+    if not tiers:
+        raise CorruptionError(f"block {block.hex()} is missing where the model comes from")
+    return tiers
+
+
+def _batches(places: list[tuple[Location, ...]]) -> Iterator[list[tuple[Location, ...]]]:
+    batch: list[tuple[Location, ...]] = []
+    size = 0
+    for tiers in places:
+        batch.append(tiers)
+        size += sum(location.record.length for location in tiers)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _checked(location: Location, payload: bytes) -> bytes:
+    record = location.record
+    if len(payload) != record.length or digest(payload)[:CHECK_BYTES] != record.check:
+        raise CorruptionError(f"block {record.block.hex()} is damaged where the model comes from")
+    return payload
+
+
+def _repository(path: str, *, readonly: bool) -> Store:
+    if not (Path(path) / CONFIG).is_file():
+        raise NotARepositoryError(f"{path} is no repository: 'mergefs init {path}' makes one, or give a URL")
+    return Store.open(path, readonly=readonly)
