@@ -147,6 +147,19 @@ class BlockReader:
         if location is not None:
             self._backend.expect(pack_name(location.pack), location.record.offset, location.record.length)
 
+    def expect_whole(self, block: bytes, depth: int | None = None) -> None:
+        """Note that all that a block is decoded from will be read soon; see `expect`.
+
+        Args:
+            block: the id (32 bytes).
+            depth: how many of its tiers will be read; all when None. With fewer, its base is not expected.
+        """
+        tiers = self.catalog.tiers(block)
+        for location in tiers[:depth]:
+            self._backend.expect(pack_name(location.pack), location.record.offset, location.record.length)
+        if depth is None and tiers and tiers[0].record.base != NO_BASE:
+            self.expect(tiers[0].record.base)
+
     def read_with_depths(
         self, block: bytes, kind: Kind, known: Mapping[bytes, Buffer] | None, sample: NDArray[np.int64]
     ) -> Depths:

@@ -25,6 +25,7 @@ from mergefs.errors import MergefsError, MountError, NotARepositoryError, NotFou
 from mergefs.ingest import ingest
 from mergefs.serve import mount as mounting
 from mergefs.serve.mount import MountInfo, mount, umount
+from mergefs.serve.mount_table import is_stale
 from mergefs.store import Store
 
 PAGE = mmap.PAGESIZE
@@ -203,7 +204,7 @@ def test_what_a_killed_process_left_is_cleared_away(models: Models) -> None:
     for _ in range(2):
         info = mount(models.repo, "math", models.directory)
         os.kill(info.pid, signal.SIGKILL)
-        wait_until(lambda: mounting._is_stale(models.directory))
+        wait_until(lambda: is_stale(models.directory))
     umount(models.directory)
     assert list(models.directory.iterdir()) == []
 
