@@ -9,8 +9,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from mergefs.hashing import Buffer
+from mergefs.serve.buffers import Buffers
 
 Make = Callable[[], Buffer]
+
+_EXPECTED = 64
+"""So many blocks may be expected; of more, the first ones are forgotten again."""
+
+_SPARE = 4 << 20
+"""Bytes of buffers that nothing is in."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class CacheFigures:
         misses: blocks that had to be made for who wanted them.
         ahead: blocks that were made because somebody was expected to want them.
         bytes: kept now.
-        limit: the most that is kept, in bytes.
+        limit: the most that is kept, in bytes, without what is left for making blocks.
     """
 
     hits: int
@@ -38,15 +45,11 @@ class _Job:
 
     Attributes:
         key, make: of the block.
-        urgent: whether somebody waits for it.
-        begun: whether a thread makes it.
         result: the block, or the error of making it.
     """
 
     key: Hashable
     make: Make
-    urgent: bool
-    begun: bool = False
     result: Future[Buffer] = field(default_factory=Future)
 
 
@@ -60,19 +63,21 @@ class BlockCache:
     Args:
         limit: in bytes; a block larger than it is made and given out, and not kept.
         threads: how many make blocks; 0 leaves it to those who want them.
+        aside: bytes of the limit, but at most half of it, that are left for making blocks.
     """
 
-    def __init__(self, limit: int, threads: int = 0) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, threads: int = 0, aside: int = 0) -> None:
+        self._limit = limit - min(limit // 2, aside)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._kept: OrderedDict[Hashable, Buffer] = OrderedDict()
         self._jobs: dict[Hashable, _Job] = {}
         self._urgent: deque[_Job] = deque()
-        self._expected: deque[_Job] = deque()
+        self._expected: OrderedDict[_Job, None] = OrderedDict()
         self._bytes = 0
         self._hits = self._misses = self._ahead = 0
         self._closed = False
+        self._buffers = Buffers(_SPARE) if threads else None
         self._threads = [threading.Thread(target=self._serve, name="blocks", daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -91,7 +96,7 @@ class BlockCache:
             job = self._jobs.get(key)
             mine = job is None
             if job is None:
-                job = self._jobs[key] = _Job(key, make, urgent=True)
+                job = self._jobs[key] = _Job(key, make)
                 self._misses += 1
                 if self._threads and not self._closed:
                     self._urgent.append(job)
@@ -99,11 +104,9 @@ class BlockCache:
                     mine = False
             else:
                 self._hits += 1
-                if not job.urgent:
-                    job.urgent = True
-                    if not job.begun:
-                        self._urgent.append(job)  # what is left in the other queue is passed over
-                        self._work.notify()
+                if job in self._expected:
+                    del self._expected[job]
+                    self._urgent.append(job)
         if mine:
             self._run(job)
         return job.result.result()
@@ -115,8 +118,11 @@ class BlockCache:
         with self._lock:
             if self._closed or key in self._kept or key in self._jobs:
                 return
-            job = self._jobs[key] = _Job(key, make, urgent=False)
-            self._expected.append(job)
+            job = self._jobs[key] = _Job(key, make)
+            self._expected[job] = None
+            if len(self._expected) > _EXPECTED:
+                forgotten, _ = self._expected.popitem(last=False)
+                del self._jobs[forgotten.key]
             self._work.notify()
 
     @property
@@ -135,8 +141,7 @@ class BlockCache:
         with self._lock:
             self._closed = True
             for job in self._expected:
-                if not job.urgent and not job.begun:
-                    del self._jobs[job.key]
+                del self._jobs[job.key]
             self._expected.clear()
             self._work.notify_all()
         for thread in self._threads:
@@ -150,13 +155,11 @@ class BlockCache:
         """Return what is to be made next, waiting for it; None when the cache is closed."""
         with self._lock:
             while True:
-                for queue in (self._urgent, self._expected):
-                    while queue:
-                        job = queue.popleft()
-                        if not job.begun:
-                            job.begun = True
-                            self._ahead += not job.urgent
-                            return job
+                if self._urgent:
+                    return self._urgent.popleft()
+                if self._expected:
+                    self._ahead += 1
+                    return self._expected.popitem(last=False)[0]
                 if self._closed:
                     return None
                 self._work.wait()
@@ -169,6 +172,8 @@ class BlockCache:
                 del self._jobs[job.key]
             job.result.set_exception(error)
             return
+        if self._buffers is not None and len(block) <= self._limit:
+            block = self._buffers.hold(block)
         with self._lock:
             del self._jobs[job.key]
             self._keep(job.key, block)
@@ -179,6 +184,11 @@ class BlockCache:
             return
         self._kept[key] = block
         self._bytes += len(block)
-        while self._bytes > self._limit:
+        del block
+        # What somebody still reads is in memory too, whether it is kept or not.
+        while self._kept and (
+            self._bytes > self._limit or (self._buffers is not None and self._buffers.bytes > self._limit)
+        ):
             _, dropped = self._kept.popitem(last=False)
             self._bytes -= len(dropped)
+            del dropped

@@ -30,6 +30,13 @@ _FUSERMOUNT = "fusermount3"
 _FUSE_CONF = Path("/etc/fuse.conf")
 _DAEMON = "mergefs.serve.mount_daemon"
 _END_SECONDS = 60.0
+# Each thread's buffers would lie in an arena of its own, and what is free in one is no use to the others; and every
+# buffer of a block would be handed back to the kernel and cleared again for the next.
+_MALLOC = {
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+}
 
 DEFAULT_CACHE_BYTES = 256 << 20
 """What is kept of decoded blocks; what has been read is in the kernel's cache besides."""
@@ -263,8 +270,7 @@ def _environment() -> dict[str, str]:
     here = str(Path(mergefs.__file__).parent.parent)
     path = os.environ.get("PYTHONPATH")
     python = {"PYTHONPATH": os.pathsep.join([here, path] if path else [here])}
-    # Each thread's blocks would lie in an arena of its own, and what is free in one is no use to the others.
-    return {"MALLOC_ARENA_MAX": "2", **os.environ, **python}
+    return {**_MALLOC, **os.environ, **python}
 
 
 def _failure(message: dict[str, Any], code: int, printed: str) -> MergefsError:

@@ -17,6 +17,12 @@ from mergefs.serve.view import View
 
 _WARM_BYTES = 1 << 20
 
+_BLOCKS_TO_MAKE_ONE = 16
+"""Blocks of memory that making one takes: a base's, an expert's, the deltas of a few, in float32."""
+
+_ANSWERS = 32 << 20
+"""Bytes that answers to the kernel take on their way, and what lies between them."""
+
 log = logging.getLogger(__name__)
 
 
@@ -56,7 +62,9 @@ class ServedModels:
             ScratchFile(keeping.derived, folder) if keeping.derived else None,
             Storing(repository) if keeping.store else None,
         )
-        self._cache = BlockCache(keeping.cache, available_cores())
+        threads = available_cores()
+        aside = threads * _BLOCKS_TO_MAKE_ONE * 2 * repository.block_elements + _ANSWERS
+        self._cache = BlockCache(keeping.cache, threads, aside)
         self.refs = repository.refs
         self.manifest_ids = repository.manifest_ids
         self.manifest_time = repository.manifest_time
