@@ -35,9 +35,9 @@ class Buffers:
         self._lock = threading.RLock()
 
     @property
-    def bytes(self) -> int:
-        """What the buffers take now, in use or not."""
-        return self._used + self._unused
+    def used(self) -> int:
+        """The bytes of buffers that somebody has a view of."""
+        return self._used
 
     def hold(self, block: Buffer) -> Buffer:
         """Return a copy of a block, whose buffer is used again once no view of it is left."""

@@ -77,7 +77,7 @@ class BlockCache:
         self._bytes = 0
         self._hits = self._misses = self._ahead = 0
         self._closed = False
-        self._buffers = Buffers(_SPARE) if threads else None
+        self._buffers = Buffers(min(_SPARE, self._limit // 8)) if threads else None
         self._threads = [threading.Thread(target=self._serve, name="blocks", daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -150,6 +150,7 @@ class BlockCache:
     def _serve(self) -> None:
         while (job := self._next()) is not None:
             self._run(job)
+            del job  # and with it the block
 
     def _next(self) -> _Job | None:
         """Return what is to be made next, waiting for it; None when the cache is closed."""
@@ -187,7 +188,7 @@ class BlockCache:
         del block
         # What somebody still reads is in memory too, whether it is kept or not.
         while self._kept and (
-            self._bytes > self._limit or (self._buffers is not None and self._buffers.bytes > self._limit)
+            self._bytes > self._limit or (self._buffers is not None and self._buffers.used > self._limit)
         ):
             _, dropped = self._kept.popitem(last=False)
             self._bytes -= len(dropped)
