@@ -1,10 +1,11 @@
 """How fast a model is served, beside the same model as plain files on the same disk.
 
-    python -m benchmarks.serve --models DIR [--work DIR] [--runs 3] [--only stored,lazy] [--json]
+    python -m benchmarks.serve --models DIR [--work DIR] [--runs 3] [--only stored,lazy] [--readers sequential,...]
+        [--json]
 
 DIR holds a base and experts (`base`, `expert-0`, ...; tools/synth makes them). The first expert, stored as a delta, and
-a lazy merge of two are mounted, and read in many ways: cold (the page cache is dropped before, and the mount is new) and
-warm (once more). Each figure is the best of the runs; beside it, the time of plain files over it.
+a lazy merge of two are mounted, and read in many ways: cold (the page cache is dropped before, and the mount is new)
+and warm (once more). Each figure is the best of the runs; beside it, the time of plain files over it.
 """
 
 from __future__ import annotations
@@ -194,7 +195,9 @@ class Row:
         return self.plain_seconds / self.seconds
 
 
-def measure(models: Path, work: Path, runs: int, wanted: list[str]) -> tuple[list[Row], dict[str, Any]]:
+def measure(
+    models: Path, work: Path, runs: int, wanted: list[str], readers: list[str]
+) -> tuple[list[Row], dict[str, Any]]:
     """Ingest, mount and read; return the rows and what the machine is."""
     machine = Machine(work)
     described = machine.describe()
@@ -212,7 +215,7 @@ def measure(models: Path, work: Path, runs: int, wanted: list[str]) -> tuple[lis
             times.setdefault((reader, state, is_plain), []).append(seconds)
 
         for _ in range(runs):
-            for reader in FILE_READERS:
+            for reader in (reader for reader in FILE_READERS if reader in readers):
                 machine.prepare()
                 for state in ("cold", "warm"):
                     note(reader, state, True, _reading(reader, plain))
@@ -220,11 +223,11 @@ def measure(models: Path, work: Path, runs: int, wanted: list[str]) -> tuple[lis
                     machine.prepare()
                     for state in ("cold", "warm"):
                         note(reader, state, False, _reading(reader, mounted))
-            for reader in DIRECT_READERS:
+            for reader in (reader for reader in DIRECT_READERS if reader in readers):
                 machine.prepare()
                 for state in ("cold", "warm"):
                     note(reader, state, False, _reading(reader, repository, name))
-            for state in ("cold", "warm"):
+            for state in ("cold", "warm") if "export" in readers else ():
                 for is_plain in (True, False):
                     note(
                         "cp" if is_plain else "export",
@@ -285,7 +288,7 @@ def _mounted(repository: Path, name: str, directory: Path) -> Iterator[Path]:
 def _reading(reader: str, place: Path, name: str = "") -> float:
     command = [sys.executable, "-m", "benchmarks.serve", "--read", reader, str(place), name]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"reading by {reader} failed:\n{done.stderr}")
     return float(done.stdout.split()[-1])
@@ -311,6 +314,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="where the repository and the plain files go; kept when given")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", default="stored,lazy", help="which models")
+    parser.add_argument("--readers", default=",".join([*FILE_READERS, *DIRECT_READERS, "export"]))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--read", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -321,7 +325,7 @@ def main() -> None:
         parser.error("--models is missing: tools/synth qwen3-0.6b 2 DIR makes them")
     with tempfile.TemporaryDirectory(dir=options.work) as temporary:
         work = options.work or Path(temporary)
-        rows, machine = measure(options.models, work, options.runs, options.only.split(","))
+        rows, machine = measure(options.models, work, options.runs, options.only.split(","), options.readers.split(","))
     machine["load_after"] = Machine(Path("/")).describe()["load_before"]
     if options.json:
         shown = [{**asdict(row), "ratio": row.ratio} for row in rows]

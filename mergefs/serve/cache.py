@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -87,29 +87,39 @@ class BlockCache:
 
         An error of `make` reaches every thread that waits for it, and is forgotten.
         """
+        return self.get_all([(key, make)])[0]
+
+    def get_all(self, wanted: Sequence[tuple[Hashable, Make]]) -> list[Buffer]:
+        """Return blocks, having those made at the same time that are neither kept nor being made; see `get`."""
+        mine: list[_Job] = []
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
-                self._hits += 1
-                return kept
-            job = self._jobs.get(key)
-            mine = job is None
-            if job is None:
-                job = self._jobs[key] = _Job(key, make)
-                self._misses += 1
-                if self._threads and not self._closed:
-                    self._urgent.append(job)
-                    self._work.notify()
-                    mine = False
-            else:
-                self._hits += 1
-                if job in self._expected:
-                    del self._expected[job]
-                    self._urgent.append(job)
-        if mine:
+            found = [self._find(key, make, mine) for key, make in wanted]
+        for job in mine:
             self._run(job)
-        return job.result.result()
+        return [block.result.result() if isinstance(block, _Job) else block for block in found]
+
+    def _find(self, key: Hashable, make: Make, mine: list[_Job]) -> Buffer | _Job:
+        """Return a block, or who makes it; a job that this thread has to do itself is added to `mine`."""
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+            self._hits += 1
+            return kept
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._jobs[key] = _Job(key, make)
+            self._misses += 1
+            if self._closed or not self._threads:
+                mine.append(job)
+            else:
+                self._urgent.append(job)
+                self._work.notify()
+            return job
+        self._hits += 1
+        if job in self._expected:
+            del self._expected[job]
+            self._urgent.append(job)
+        return job
 
     def expect(self, key: Hashable, make: Make) -> None:
         """Have a block made when the threads have nothing more urgent to do; without threads, do nothing."""

@@ -137,16 +137,15 @@ class View:
         if offset >= stop:
             return []
         starts, parts = self._layout(file)
-        index = bisect_right(starts, offset) - 1
-        pieces = []
-        at = offset
-        while at < stop:
-            part = parts[index]
-            piece = memoryview(self._bytes(part))[at - part.start : stop - part.start]
-            pieces.append(piece)
-            at += len(piece)
-            index += 1
-        return pieces
+        covered = parts[bisect_right(starts, offset) - 1 : bisect_right(starts, stop - 1)]
+        if self.cache.works_ahead:
+            blocks = self.cache.get_all([(self._key(part), partial(self._make, part)) for part in covered])
+        else:
+            blocks = [self._bytes(part) for part in covered]  # one after another: a file may be larger than memory
+        return [
+            memoryview(block)[max(0, offset - part.start) : stop - part.start]
+            for part, block in zip(covered, blocks, strict=True)
+        ]
 
     def parts_of(self, file: FileRecipe, offset: int, size: int) -> tuple[int, int]:
         """Return the numbers of the part of a file with a byte, and of the one after that with the last of `size`."""
