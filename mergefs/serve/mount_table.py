@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pwd
@@ -128,8 +129,10 @@ def _state(point: Path, mounted: Mounted, pid: int) -> MountState:
     match answers:
         case [dict() as state]:
             return MountState(point, pid, user, "serving", **state)
-        case [OSError() as error] if not isinstance(error, PermissionError):
+        case [OSError(errno=errno.ENOTCONN | errno.ECONNABORTED)]:
             return MountState(point, pid, user, "stale")
+        case [OSError(errno=errno.ENODATA | errno.EOPNOTSUPP)]:
+            return MountState(point, pid, user, "serving")  # it keeps no such account
     return MountState(point, pid, user, "silent")
 
 
