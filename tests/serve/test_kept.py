@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import builders
@@ -53,6 +55,30 @@ def test_bytes_of_derived_blocks_are_counted(lazy: Repository) -> None:
     assert read_whole(served) == expected(lazy)
     assert served.read.expert == 2 * once
     served.close()
+
+
+@pytest.mark.parametrize("name", ["merged", "e0"])
+def test_twenty_readers_take_no_more_bytes_than_one(lazy: Repository, name: str) -> None:
+    """Of a lazy and of a stored model: each block is derived or decoded once."""
+    totals = []
+    for readers in (1, 20):
+        served = ServedModels(lazy, Keeping(cache=16 << 20))
+        together = threading.Barrier(readers)
+
+        def read(_: int, served: ServedModels = served, together: threading.Barrier = together) -> bytes:
+            with served.view(name) as view:
+                together.wait()
+                reader = view.reader(FILE)
+                pieces = [b"".join(reader.pieces(at, 3000)) for at in range(0, view.files[FILE].size, 3000)]
+                return b"".join(pieces)
+
+        with ThreadPoolExecutor(readers) as threads:
+            contents = set(threads.map(read, range(readers)))
+        with lazy.view(name) as view:
+            assert contents == {view.read(FILE)}
+        totals.append((served.read.expert, served.read.base))
+        served.close()
+    assert totals[0] == totals[1]
 
 
 def test_what_is_kept_in_a_file_is_not_derived_again(lazy: Repository) -> None:
