@@ -23,6 +23,7 @@ from mergefs.serve.pool import Pool
 REFS = "refs"
 MANIFESTS = "manifests"
 IDLE_VIEWS = 8
+_WARM_BYTES = 1 << 20
 
 ATTRIBUTE = "user.mergefs."
 _LONGEST_ATTRIBUTE = 1 << 16
@@ -276,6 +277,16 @@ class SingleModel:
     def attributes(self, path: str) -> Mapping[str, bytes]:
         """Return extended attributes (see `Tree.attributes`)."""
         return _attributes(self._view, path, self._model.node(path))
+
+    def warm_up(self) -> None:
+        """Read the beginning of the largest file, so that what that needs is loaded when somebody asks for it.
+
+        Raises:
+            CorruptionError: when a block is missing or damaged.
+        """
+        largest = max(self._view.files, key=lambda path: self._view.files[path].size, default=None)
+        if largest is not None:
+            self._view.reader(largest).pieces(0, _WARM_BYTES)
 
     def totals(self) -> Totals:
         """Return the model's size."""

@@ -337,7 +337,7 @@ def _run(options: argparse.Namespace, ready: Callable[[], None]) -> None:
         stack.callback(served.close)
         tree: Tree = AllModels(served) if options.ref is None else SingleModel(served, options.ref)
         stack.callback(tree.close)
-        stack.enter_context(_Attention(options.repo, served, options.ref))
+        stack.enter_context(_Attention(options.repo, served, tree))
 
         def state() -> dict[str, Any]:
             return {
@@ -358,14 +358,14 @@ class _Attention:
     Args:
         repository: the folder.
         served: what is tended.
-        ref: the model that is made ready first, or None.
+        tree: what is served; one model is made ready first.
     """
 
-    def __init__(self, repository: Path, served: ServedModels, ref: str | None) -> None:
+    def __init__(self, repository: Path, served: ServedModels, tree: Tree) -> None:
         self._config = repository / CONFIG
         self._device = self._config.stat().st_dev
         self._served = served
-        self._ref = ref
+        self._tree = tree
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -377,8 +377,11 @@ class _Attention:
         self._thread.join()
 
     def _look(self) -> None:
-        if self._ref is not None:
-            self._served.warm_up(self._ref)
+        if isinstance(self._tree, SingleModel):
+            try:
+                self._tree.warm_up()
+            except MergefsError as error:
+                log.warning("%s", error)  # who reads it will be told
         while not self._ended.wait(_ATTENTION_SECONDS):
             if not self._is_there():
                 log.error("the repository %s is gone: the mount ends", self._config.parent)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from mergefs.blocks.reader import ReadCounter, ReadTotals
-from mergefs.errors import MergefsError, UserError
+from mergefs.errors import UserError
 from mergefs.pipeline import available_cores
 from mergefs.repository import Repository
 from mergefs.serve.cache import BlockCache, CacheFigures
 from mergefs.serve.kept import KeptBlocks, ScratchFile, Storing
 from mergefs.serve.view import View
 
-_WARM_BYTES = 1 << 20
-
 _BLOCKS_TO_MAKE_ONE = 16
 """Blocks of memory that making one takes: a base's, an expert's, the deltas of a few, in float32."""
 
 _ANSWERS = 32 << 20
 """Bytes that answers to the kernel take on their way, and what lies between them."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,16 +76,6 @@ class ServedModels:
             NotFoundError: when there is none of this name.
         """
         return View(self._repository, name, purpose="mount", cache=self._cache, kept=self._kept, counter=self._counter)
-
-    def warm_up(self, name: str) -> None:
-        """Make a model's first block, so that what that needs is loaded when somebody asks for it."""
-        try:
-            with self.view(name) as view:
-                largest = max(view.manifest.files, key=lambda file: file.size, default=None)
-                if largest is not None:
-                    view.pieces(largest, 0, _WARM_BYTES)
-        except MergefsError as error:
-            log.warning("%s", error)  # who reads it will be told
 
     @property
     def cache(self) -> CacheFigures:
