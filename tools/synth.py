@@ -120,6 +120,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
         "max_position_embeddings": 2048,
     },
+    # Large enough for readers to be at different places of it: 50 MB.
+    "small": {
+        **_QWEN3,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 16384,
+        "max_window_layers": 4,
+        "max_position_embeddings": 2048,
+    },
     "qwen3-0.6b": {
         **_QWEN3,
         "hidden_size": 1024,

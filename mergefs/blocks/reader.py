@@ -139,13 +139,26 @@ class BlockReader:
         """
         locations, payloads = self.read_payloads(block, kind)
         record = locations[0].record
-        return self._decoded(record, payloads, self._base(record, kind, known))
+        return self._decoded(record, payloads, self._base(record, kind, known, check=False))
 
     def expect(self, block: bytes) -> None:
         """Note that a block will be read soon, so that its payload may be fetched meanwhile; see `Backend.expect`."""
         location = self.catalog.locate(block)
         if location is not None:
             self._backend.expect(pack_name(location.pack), location.record.offset, location.record.length)
+
+    def expect_whole(self, block: bytes, depth: int | None = None) -> None:
+        """Note that all that a block is decoded from will be read soon; see `expect`.
+
+        Args:
+            block: the id (32 bytes).
+            depth: how many of its tiers will be read; all when None. With fewer, its base is not expected.
+        """
+        tiers = self.catalog.tiers(block)
+        for location in tiers[:depth]:
+            self._backend.expect(pack_name(location.pack), location.record.offset, location.record.length)
+        if depth is None and tiers and tiers[0].record.base != NO_BASE:
+            self.expect(tiers[0].record.base)
 
     def read_with_depths(
         self, block: bytes, kind: Kind, known: Mapping[bytes, Buffer] | None, sample: NDArray[np.int64]
@@ -175,7 +188,7 @@ class BlockReader:
             errors.append(float(rest @ rest))
         return Depths(raw, (*errors, 0.0), sampled, base)
 
-    def _decoded(self, record: Record, payloads: list[bytes], base: Buffer | None) -> Buffer:
+    def _decoded(self, record: Record, payloads: list[bytes], base: Buffer | None, *, check: bool = True) -> Buffer:
         name = record.block.hex()
         try:
             if record.encoding == codecs.Encoding.TIERS and base is not None:
@@ -184,7 +197,7 @@ class BlockReader:
                 raw = codecs.decode(record.encoding, payloads[0], record.raw_length, record.dtype, base)
         except CorruptionError as error:
             raise CorruptionError(f"block {name} is damaged: {error}") from error
-        if digest(raw) != record.block:
+        if check and digest(raw) != record.block:
             raise CorruptionError(f"block {name} is damaged: its bytes have another hash")
         return raw
 
@@ -282,8 +295,15 @@ class BlockReader:
         except CorruptionError as error:
             raise CorruptionError(f"block {record.block.hex()} is damaged: {error}") from error
 
-    def _base(self, record: Record, kind: Kind, known: Mapping[bytes, Buffer] | None) -> Buffer | None:
-        """Return the bytes of the block that a block is encoded against; None where it is encoded alone."""
+    def _base(
+        self, record: Record, kind: Kind, known: Mapping[bytes, Buffer] | None, *, check: bool = True
+    ) -> Buffer | None:
+        """Return the bytes of the block that a block is encoded against; None where it is encoded alone.
+
+        Args:
+            check: whether they are checked against their id. Who checks the block that is decoded with them can do
+                without: with other bytes it would be another block.
+        """
         if record.base == NO_BASE:
             return None
         if known is not None and record.base in known:
@@ -293,7 +313,8 @@ class BlockReader:
             raise CorruptionError(
                 f"block {record.base.hex()} is encoded against another block, and so is {record.block.hex()}"
             )
-        return self.read(record.base, kind)
+        locations, payloads = self.read_payloads(record.base, kind)
+        return self._decoded(locations[0].record, payloads, None, check=check)
 
     def read_payloads(
         self, block: bytes, kind: Kind, depth: int | None = None

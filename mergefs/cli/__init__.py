@@ -18,6 +18,7 @@ _COMMANDS = {
     "materialize": ("merging", "Derive and store every block of a lazy merge."),
     "mount": ("serving", "Mount a model, or everything, as read-only files."),
     "umount": ("serving", "End a mount."),
+    "mounts": ("serving", "List what is mounted."),
     "export": ("serving", "Write a model as an ordinary directory."),
     "push": ("transferring", "Send a model to another repository or an archive."),
     "pull": ("transferring", "Fetch a model from another repository or an archive."),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, threads_option
-from mergefs.units import format_size
+from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, table, threads_option
+from mergefs.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from mergefs.serve.mount_table import MountState
 
 
 @click.command()
@@ -15,6 +20,9 @@ from mergefs.units import format_size
 @click.option("--foreground", is_flag=True, help="Serve in this process until it is interrupted.")
 @click.option("--allow-other", is_flag=True, help="Let other users read the mount.")
 @click.option("--log", type=click.Path(path_type=Path), metavar="FILE", help="Where the serving process logs.")
+@click.option("--cache-size", metavar="SIZE", help="Decoded blocks kept in memory; default 256MiB.")
+@click.option("--keep", metavar="SIZE", help="Derived blocks of lazy merges kept in a file; default none.")
+@click.option("--store", is_flag=True, help="Store derived blocks of lazy merges in packs.")
 @json_option
 @click.pass_obj
 def mount(
@@ -23,11 +31,19 @@ def mount(
     foreground: bool,
     allow_other: bool,
     log: Path | None,
+    cache_size: str | None,
+    keep: str | None,
+    store: bool,
     as_json: bool,
 ) -> None:
     """Mount the model REF at DIR; or, with DIR alone, everything as DIR/refs/NAME and DIR/manifests/HASH."""
+    from mergefs.serve.mount import DEFAULT_CACHE_BYTES
     from mergefs.serve.mount import mount as start
 
+    sizes = {
+        "cache_size": parse_size(cache_size) if cache_size is not None else DEFAULT_CACHE_BYTES,
+        "keep": parse_size(keep) if keep is not None else 0,
+    }
     if len(target) > 2:
         raise click.UsageError("mount takes a ref and a directory, or a directory alone")
     *ref, directory = target
@@ -42,7 +58,11 @@ def mount(
         foreground=foreground,
         allow_other=allow_other,
         log=log,
+        store=store,
+        **sizes,
     )
+    if info.cleared:
+        click.echo(f"mergefs: cleared a mount away that a dead process had left at {info.directory}", err=True)
     emit(info, as_json, lambda: f"mounted at {info.directory} (process {info.pid})")
 
 
@@ -54,8 +74,40 @@ def umount(repo: str | None, directory: str, as_json: bool) -> None:
     """End the mount at DIRECTORY."""
     from mergefs.serve.mount import umount as stop
 
-    stop(Path(directory))
-    emit({"directory": directory}, as_json, lambda: f"unmounted {directory}")
+    stale = stop(Path(directory))
+    what = "cleared away what a dead process had left at" if stale else "unmounted"
+    emit({"directory": directory, "stale": stale}, as_json, lambda: f"{what} {directory}")
+
+
+@click.command()
+@json_option
+@click.pass_obj
+def mounts(repo: str | None, as_json: bool) -> None:
+    """List what mergefs has mounted on this machine, of this repository and of others."""
+    from mergefs.serve.mount_table import mounts as find
+
+    found = find()
+    emit({"mounts": found}, as_json, lambda: _listed(found))
+
+
+def _listed(found: list[MountState]) -> str:
+    """Lay out mounts for people."""
+    if not found:
+        return "nothing is mounted"
+    head = ("directory", "model", "repository", "user", "process", "since", "served", "cache hits")
+    return table([head, *map(_row, found)], right={4, 6, 7})
+
+
+def _row(mount: MountState) -> tuple[str, ...]:
+    who = (mount.user, str(mount.pid))
+    if mount.since is None or mount.cache is None:
+        hint = f"stale: 'mergefs umount {mount.directory}' clears it away" if mount.state == "stale" else mount.state
+        return (str(mount.directory), "?", "?", *who, hint, "", "")
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(mount.since))
+    wanted = mount.cache["hits"] + mount.cache["misses"]
+    hits = f"{mount.cache['hits'] / wanted:.0%}" if wanted else "-"
+    served = format_size(mount.bytes_served or 0)
+    return (str(mount.directory), mount.ref or "(all)", mount.repository or "?", *who, since, served, hits)
 
 
 @click.command()

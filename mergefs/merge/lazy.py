@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
 from mergefs.hashing import Buffer
 from mergefs.manifest import Manifest
 from mergefs.planner import plan as plans
 from mergefs.planner.plan import Plan
 from mergefs.store import Store, plan_name
+
+if TYPE_CHECKING:
+    from mergefs.merge.encoding import EncodedBlock
+    from mergefs.merge.remembered import Derivations
 
 
 class Deriver:
@@ -30,11 +38,14 @@ class Deriver:
         assert manifest.lineage.plan is not None
         plan = load_plan(store, manifest.lineage.plan)
         counter.add(Kind.METADATA, len(plan.encoded))
+        self.plan = plan.id
+        self._store = store
+        self._reader = BlockReader(store.catalog, store.backend, counter)
         self._sources = Sources(
             plan,
             store.manifest(plan.base),
             tuple(store.manifest(expert) for expert in plan.experts),
-            BlockReader(store.catalog, store.backend, counter),
+            self._reader,
         )
 
     def block(self, tensor: str, number: int) -> Buffer:
@@ -42,6 +53,57 @@ class Deriver:
         from mergefs.merge.derive import derive
 
         return derive(self._sources, self._sources.base.tensor_by_name[tensor], number)
+
+    def remembered(self, tensor: str, number: int) -> Buffer | None:
+        """Return the bytes of a block of the merged tensor where an earlier merge derived and stored it.
+
+        Raises:
+            CorruptionError: when it is damaged, or was collected just now.
+        """
+        with self._store.catalog.read() as txn:
+            below = self._sources.base.tensor_by_name[tensor]
+            block = self._derivations.find(txn, self._derivations.key(txn, below, number))
+        return None if block is None else self._reader.read(bytes.fromhex(block), Kind.BASE)
+
+    def encoded(self, tensor: str, number: int, known: Callable[[bytes], bool]) -> tuple[Buffer, bytes, EncodedBlock]:
+        """Derive a block of the merged tensor and encode it for a pack.
+
+        Args:
+            tensor, number: which block.
+            known: tells whether a block is stored.
+
+        Returns:
+            The block's bytes, the key under which it is remembered, and what is to be stored.
+        """
+        from mergefs.merge.derive import derive
+        from mergefs.merge.encoding import encode_derived
+
+        sources = self._sources
+        below = sources.base.tensor_by_name[tensor]
+        with self._store.catalog.read() as txn:
+            key = self._derivations.key(txn, below, number)
+        base = sources.base_block(below, number)
+        raw = derive(sources, below, number, base)
+        return raw, key, encode_derived(sources.plan, below, base, raw, known)
+
+    def expect(self, tensor: str, number: int) -> None:
+        """Have what a block of the merged tensor is derived from brought from the disk meanwhile."""
+        sources = self._sources
+        below = sources.base.tensor_by_name[tensor]
+        if (block := below.blocks[number]) is not None:
+            self._reader.expect_whole(bytes.fromhex(block))
+        planned = sources.plan.tensor_by_name.get(tensor)
+        for expert in planned.planned(number) if planned else ():
+            assert planned is not None
+            twin = sources.experts[expert].tensor_by_name[tensor]
+            if twin.added is None and (block := twin.blocks[number]) is not None:
+                self._reader.expect_whole(bytes.fromhex(block), planned.depth(expert, number))
+
+    @cached_property
+    def _derivations(self) -> Derivations:
+        from mergefs.merge.remembered import Derivations
+
+        return Derivations(self._sources.plan, self._sources.base, self._sources.experts)
 
 
 def load_plan(store: Store, identity: str) -> Plan:

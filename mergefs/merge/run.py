@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from mergefs.blocks import codecs
-from mergefs.blocks.codecs import Encoded
 from mergefs.blocks.joined import LONGEST, JoinedReads
-from mergefs.blocks.pack import NO_BASE
 from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
 from mergefs.blocks.writer import BlockWriter
 from mergefs.catalog.leases import Lease
@@ -20,6 +18,7 @@ from mergefs.errors import UserError
 from mergefs.hashing import digest
 from mergefs.manifest import Blob, Manifest, Tensor
 from mergefs.merge.derive import derive, output_dtype, stored_block
+from mergefs.merge.encoding import EncodedBlock, encode_derived
 from mergefs.merge.expert import FACTOR_SHARE, FactorCache
 from mergefs.merge.output import Output
 from mergefs.merge.remembered import TABLE, Derivations
@@ -133,10 +132,8 @@ class _Job:
 @dataclass(frozen=True)
 class _Done:
     job: _Job
-    block: bytes
     size: int
-    encoded: Encoded | None
-    root: bytes
+    stored: EncodedBlock
 
 
 class Run:
@@ -207,7 +204,7 @@ class Run:
         )
         for count, done in enumerate(results, start=1):
             derived += self._keep(writer, done)
-            blocks[done.job.tensor.name][done.job.number] = done.block.hex()
+            blocks[done.job.tensor.name][done.job.number] = done.stored.block.hex()
             if progress:
                 progress(count, len(jobs))
         manifest = output.manifest({tensor: tuple(ids) for tensor, ids in blocks.items()})
@@ -295,24 +292,17 @@ class Run:
     def _derive(self, writer: BlockWriter, sources: Sources, job: _Job) -> _Done:
         base = sources.base_block(job.tensor, job.number)
         raw = derive(sources, job.tensor, job.number, base)
-        block = digest(raw)
-        if writer.known(block):
-            return _Done(job, block, len(raw), None, NO_BASE)
-        dtype = output_dtype(self._plan, job.tensor)
-        if dtype is not job.tensor.dtype:
-            return _Done(job, block, len(raw), codecs.encode(raw, dtype), NO_BASE)
-        # The block that everything here is encoded against: the base's own, or the one that is encoded against.
-        root, root_raw = next(iter(base.known.items()))
-        return _Done(job, block, len(raw), codecs.encode(raw, dtype, root_raw), root)
+        return _Done(job, len(raw), encode_derived(self._plan, job.tensor, base, raw, writer.known))
 
     def _keep(self, writer: BlockWriter, done: _Done) -> int:
-        writer.note(TABLE, done.job.key, done.block)
-        if done.encoded is None:
-            writer.reuse(done.block)
+        stored = done.stored
+        writer.note(TABLE, done.job.key, stored.block)
+        if stored.encoded is None:
+            writer.reuse(stored.block)
             return 0
         before = writer.new_blocks
         dtype = output_dtype(self._plan, done.job.tensor)
-        writer.add(done.block, done.encoded, raw_length=done.size, dtype=dtype.code, base=done.root)
+        writer.add(stored.block, stored.encoded, raw_length=done.size, dtype=dtype.code, base=stored.root)
         return writer.new_blocks - before
 
     def _writer(self) -> BlockWriter:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import stat
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mergefs.errors import CorruptionError, NotFoundError
@@ -23,9 +23,11 @@ from mergefs.serve.pool import Pool
 REFS = "refs"
 MANIFESTS = "manifests"
 IDLE_VIEWS = 8
-# What has been read is in the kernel's page cache; a view needs to keep only the blocks that many readers with
-# their readahead are in the middle of.
-CACHE_BYTES = 64 << 20
+_WARM_BYTES = 1 << 20
+
+ATTRIBUTE = "user.mergefs."
+_LONGEST_ATTRIBUTE = 1 << 16
+"""The kernel takes no longer ones."""
 
 IMMUTABLE_SECONDS = 86400.0
 MUTABLE_SECONDS = 1.0
@@ -39,6 +41,14 @@ class FileInfo(Protocol):
         """The file's length in bytes."""
 
 
+class Reader(Protocol):
+    """A file that is open for reading."""
+
+    def pieces(self, offset: int, size: int) -> Sequence[memoryview]:
+        """Return bytes, fewer at the end of the file, in as many pieces as they lie in; called by many threads at
+        once."""
+
+
 class View(Protocol):
     """A manifest that is open for reading; its lease lasts until `close`."""
 
@@ -50,8 +60,15 @@ class View(Protocol):
     def files(self) -> Mapping[str, FileInfo]:
         """The files by their paths."""
 
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        """Return bytes of a file; called by many threads at once."""
+    @property
+    def recipe(self) -> str | None:
+        """A merge's recipe; None for other models."""
+
+    def sha256(self, path: str) -> str | None:
+        """Return a file's SHA-256 where it is known by now."""
+
+    def reader(self, path: str) -> Reader:
+        """Open a file."""
 
     def close(self) -> None:
         """End the lease."""
@@ -69,12 +86,11 @@ class Models(Protocol):
     def manifest_time(self, manifest_id: str) -> float:
         """Return when a manifest was made, in seconds since 1970."""
 
-    def view(self, name: str, *, cache_bytes: int, purpose: str) -> View:
-        """Open a manifest, by ref or id.
+    def raw_bytes(self) -> int:
+        """Return the size of all manifests' files together."""
 
-        Args:
-            cache_bytes: the most that the view keeps of decoded blocks.
-            purpose: what its lease says.
+    def view(self, name: str) -> View:
+        """Open a manifest, by ref or id.
 
         Raises:
             NotFoundError: when there is none of this name.
@@ -90,6 +106,7 @@ class Node:
         inode: the same for the same manifest and path, in every mount.
         mtime: in seconds since 1970.
         target: where a symbolic link leads, otherwise empty.
+        rough: whether only kind and inode are right, because the rest would have cost too much.
     """
 
     mode: int
@@ -98,6 +115,7 @@ class Node:
     mtime: float
     nlink: int
     target: str = ""
+    rough: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,14 +135,13 @@ class OpenFile:
     """
 
     node: Node
-    view: View
-    path: str
+    reader: Reader
     release: Callable[[], None]
 
-    def read(self, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes, fewer at the end of the file. Takes no lock."""
+    def pieces(self, offset: int, size: int) -> Sequence[memoryview]:
+        """Return up to `size` bytes, fewer at the end of the file, in pieces. Takes no lock."""
         size = min(size, self.node.size - offset)
-        return self.view.read(self.path, offset, size) if size > 0 else b""
+        return self.reader.pieces(offset, size) if size > 0 else ()
 
 
 class Tree(Protocol):
@@ -133,6 +150,10 @@ class Tree(Protocol):
     @property
     def cache_seconds(self) -> float:
         """How long names and attributes may be believed without asking again."""
+
+    @property
+    def absent_seconds(self) -> float:
+        """How long it may be believed that there is nothing of a name."""
 
     def node(self, path: str) -> Node:
         """Return what is at `path`.
@@ -153,6 +174,13 @@ class Tree(Protocol):
 
         Raises:
             NotFoundError: when there is no such file.
+        """
+
+    def attributes(self, path: str) -> Mapping[str, bytes]:
+        """Return the extended attributes of what is at `path`.
+
+        Raises:
+            NotFoundError: when nothing is.
         """
 
     def totals(self) -> Totals:
@@ -228,7 +256,7 @@ class SingleModel:
     change between two of its files while somebody loads it.
     """
 
-    cache_seconds = IMMUTABLE_SECONDS
+    cache_seconds = absent_seconds = IMMUTABLE_SECONDS
 
     def __init__(self, models: Models, name: str) -> None:
         """Open the model `name` (a ref or an id).
@@ -236,7 +264,7 @@ class SingleModel:
         Raises:
             NotFoundError: when there is none of this name.
         """
-        self._view = _view(models, name)
+        self._view = models.view(name)
         manifest_id = self._view.manifest_id
         self._model = ModelTree(manifest_id, self._view.files, models.manifest_time(manifest_id))
         self.node = self._model.node
@@ -244,7 +272,21 @@ class SingleModel:
 
     def open(self, path: str) -> OpenFile:
         """Open the file at `path` (see `Tree.open`)."""
-        return OpenFile(self._model.file(path), self._view, path, _nothing)
+        return OpenFile(self._model.file(path), self._view.reader(path), _nothing)
+
+    def attributes(self, path: str) -> Mapping[str, bytes]:
+        """Return extended attributes (see `Tree.attributes`)."""
+        return _attributes(self._view, path, self._model.node(path))
+
+    def warm_up(self) -> None:
+        """Read the beginning of the largest file, so that what that needs is loaded when somebody asks for it.
+
+        Raises:
+            CorruptionError: when a block is missing or damaged.
+        """
+        largest = max(self._view.files, key=lambda path: self._view.files[path].size, default=None)
+        if largest is not None:
+            self._view.reader(largest).pieces(0, _WARM_BYTES)
 
     def totals(self) -> Totals:
         """Return the model's size."""
@@ -259,6 +301,7 @@ class AllModels:
     """A mount of a whole repository: `refs/NAME` and `manifests/HASH/...`."""
 
     cache_seconds = MUTABLE_SECONDS
+    absent_seconds = 0.0
 
     def __init__(self, models: Models, idle_views: int = IDLE_VIEWS) -> None:
         self._models = models
@@ -289,7 +332,10 @@ class AllModels:
                 return [(name, self._link(name, target)) for name, target in sorted(self._refs().items())]
             case ["manifests"]:
                 # Listing opens no views: who wants more than the names looks each folder up.
-                return [(i, _folder(inode_number(i, ""), 0, 0)) for i in sorted(self._models.manifest_ids())]
+                return [
+                    (i, replace(_folder(inode_number(i, ""), 0, 0), rough=True))
+                    for i in sorted(self._models.manifest_ids())
+                ]
             case ["manifests", manifest_id, *inside]:
                 return self._tree(manifest_id).children("".join(inside))
         raise NotFoundError(f"there is no folder {path!r}")
@@ -301,9 +347,19 @@ class AllModels:
                 return self._open(manifest_id, inside)
         raise NotFoundError(f"there is no file {path!r}")
 
+    def attributes(self, path: str) -> Mapping[str, bytes]:
+        """Return extended attributes (see `Tree.attributes`)."""
+        match path.split("/", 2):
+            case ["manifests", manifest_id, *inside]:
+                with self._views.using(manifest_id) as opened:
+                    name = "".join(inside)
+                    return _attributes(opened.view, name, opened.tree.node(name))
+        self.node(path)
+        return {}
+
     def totals(self) -> Totals:
-        """Return nothing: adding up every manifest would read them all."""
-        return Totals()
+        """Return the size of all models, without how many files they have: that would read every manifest."""
+        return Totals(self._models.raw_bytes())
 
     def close(self) -> None:
         """Close every view."""
@@ -320,7 +376,7 @@ class AllModels:
         except BaseException:
             self._views.release(manifest_id)
             raise
-        return OpenFile(node, opened.view, path, lambda: self._views.release(manifest_id))
+        return OpenFile(node, opened.view.reader(path), lambda: self._views.release(manifest_id))
 
     def _refs(self) -> dict[str, str]:
         """Return the refs as they are now, without those that cannot be a file's name."""
@@ -356,7 +412,7 @@ def _opened(models: Models, manifest_id: str) -> _Opened:
     # Only whole ids are names here: a ref or a prefix would be a second name for the same cached pages.
     if not is_hex_id(manifest_id):
         raise NotFoundError(f"there is no manifest {manifest_id!r}")
-    view = _view(models, manifest_id)
+    view = models.view(manifest_id)
     try:
         return _Opened(view, ModelTree(manifest_id, view.files, models.manifest_time(manifest_id)))
     except BaseException:
@@ -364,8 +420,15 @@ def _opened(models: Models, manifest_id: str) -> _Opened:
         raise
 
 
-def _view(models: Models, name: str) -> View:
-    return models.view(name, cache_bytes=CACHE_BYTES, purpose="mount")
+def _attributes(view: View, path: str, node: Node) -> Mapping[str, bytes]:
+    """Return what there is to say of a file or folder of a model, by the names of extended attributes."""
+    found = {f"{ATTRIBUTE}manifest": view.manifest_id}
+    if stat.S_ISREG(node.mode) and (sha256 := view.sha256(path)):
+        found[f"{ATTRIBUTE}sha256"] = sha256
+    if recipe := view.recipe:
+        found[f"{ATTRIBUTE}recipe"] = recipe
+    encoded = {name: value.encode() for name, value in found.items()}
+    return {name: value for name, value in encoded.items() if len(value) <= _LONGEST_ATTRIBUTE}
 
 
 def _folder(inode: int, mtime: float, subfolders: int) -> Node:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -23,16 +22,25 @@ from typing import Any
 
 import mergefs
 from mergefs import errors
-from mergefs.errors import MergefsError, MountError
+from mergefs.errors import MergefsError, MountError, UserError
+from mergefs.serve.mount_table import is_stale, mergefs_at, mount_table
 
 _DEVICE = Path("/dev/fuse")
 _FUSERMOUNT = "fusermount3"
 _FUSE_CONF = Path("/etc/fuse.conf")
-_MOUNT_TABLE = Path("/proc/self/mountinfo")
 _DAEMON = "mergefs.serve.mount_daemon"
-_TYPE = "fuse.mergefs"
-_SOURCE = re.compile(r"mergefs:(\d+)")
 _END_SECONDS = 60.0
+# Each thread's buffers would lie in an arena of its own, and what is free in one is no use to the others; and every
+# buffer of a block would be handed back to the kernel and cleared again for the next.
+_MALLOC = {
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+}
+
+DEFAULT_CACHE_BYTES = 256 << 20
+"""What is kept of decoded blocks; what has been read is in the kernel's cache besides."""
+
 # The kernel's default of 128 KiB makes eight requests of one block, and then one reader does not keep two cores
 # decoding; measured in spec/decisions/0003-fuse-binding.md.
 _READAHEAD_KIB = 4096
@@ -49,11 +57,13 @@ class MountInfo:
         directory: where; absolute, without symbolic links.
         pid: the process that serves it.
         ref: the model as it was named, or None where everything is mounted.
+        cleared: whether a mount that a dead process had left there was cleared away first.
     """
 
     directory: Path
     pid: int
     ref: str | None
+    cleared: bool = False
 
 
 def mount(
@@ -64,6 +74,9 @@ def mount(
     foreground: bool = False,
     allow_other: bool = False,
     log: Path | None = None,
+    cache_size: int = DEFAULT_CACHE_BYTES,
+    keep: int = 0,
+    store: bool = False,
 ) -> MountInfo:
     """Mount one model, or with `ref` None everything, at `directory`; return when the mount serves.
 
@@ -75,19 +88,29 @@ def mount(
         foreground: return only when the mount has ended; Ctrl-C and SIGTERM end it.
         allow_other: let other users read it too.
         log: where the serving process writes its errors; nowhere by default.
+        cache_size: bytes of decoded blocks that it keeps in memory, for all models together.
+        keep: bytes of derived blocks of lazy merges that it keeps in a file of the repository while it lives.
+        store: store derived blocks of lazy merges in packs.
 
     Raises:
+        UserError: when derived blocks are to be kept in a file and stored as well, or a size is negative.
         MountError: when FUSE is not usable here, or the directory is not.
         MergefsError: what kept the serving process from opening the repository or the model, for example
             NotFoundError.
     """
+    if keep and store:
+        raise UserError("derived blocks are stored, or kept while the mount lives: give one of --keep and --store")
+    if keep < 0 or cache_size < 0:
+        raise UserError("a negative size: give what is to be kept in bytes, at least 0")
     _reap()
     _check_tools(allow_other)
     point = Path(os.path.realpath(directory))
+    cleared = _clear(point)
     made = _prepare(point)
     options = ["--repo", os.path.abspath(repo_path)]
     options += [] if ref is None else [f"--ref={ref}"]
     options += ["--allow-other"] if allow_other else []
+    options += [f"--cache-size={cache_size}", f"--keep={keep}", *(["--store"] if store else [])]
     with _Endings(foreground) as endings:
         try:
             process = _start([*options, *_log_options(log, foreground), "--", str(point)], foreground)
@@ -100,23 +123,25 @@ def mount(
         if foreground:
             process.wait()
             _started.pop(process.pid, None)
-    return MountInfo(point, process.pid, ref)
+    return MountInfo(point, process.pid, ref, cleared)
 
 
-def umount(directory: Path) -> None:
+def umount(directory: Path) -> bool:
     """Unmount `directory`; return when the serving process, and with it every lease of the mount, is gone.
+
+    Returns:
+        Whether the mount was one that a dead process had left.
 
     Raises:
         MountError: when no mergefs is mounted there, or somebody uses it.
     """
     _find_fusermount()
     point = Path(os.path.realpath(directory))
-    source = _mergefs_at(point)
+    source = mergefs_at(point)
     if source is None:
         raise MountError(f"{directory} is not a mergefs mount")
-    if _is_stale(point):
-        _fusermount("-uz", point)
-        return
+    if _clear(point):
+        return True
     # Taken before unmounting: afterwards the number could belong to another process.
     watch = _watch(source)
     try:
@@ -128,6 +153,7 @@ def umount(directory: Path) -> None:
             os.close(watch)
     if process := _started.pop(source, None):
         process.wait()
+    return False
 
 
 # --- before: is everything there, and is the directory fit? ---------------------------------------
@@ -160,12 +186,19 @@ def _others_allowed() -> bool:
     return any(line.strip() == "user_allow_other" for line in lines)
 
 
+def _clear(point: Path) -> bool:
+    """Clear away what a dead mergefs process left mounted at `point`; tell whether there was anything."""
+    cleared = False
+    while mergefs_at(point) is not None and is_stale(point):
+        _fusermount("-uz", point)
+        cleared = True
+    return cleared
+
+
 def _prepare(point: Path) -> bool:
     """Make sure that `point` is an empty folder with nothing mounted; tell whether it was made for that."""
-    if point in _mount_table():
-        if _mergefs_at(point) is None or not _is_stale(point):
-            raise MountError(f"{point} is a mount point already: unmount it first or take another folder")
-        _fusermount("-uz", point)
+    if point in mount_table():
+        raise MountError(f"{point} is a mount point already: unmount it first or take another folder")
     try:
         mode = point.stat().st_mode
     except FileNotFoundError:
@@ -236,7 +269,8 @@ def _environment() -> dict[str, str]:
     """Return the environment in which the process finds this very mergefs, wherever it was imported from."""
     here = str(Path(mergefs.__file__).parent.parent)
     path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([here, path] if path else [here])}
+    python = {"PYTHONPATH": os.pathsep.join([here, path] if path else [here])}
+    return {**_MALLOC, **os.environ, **python}
 
 
 def _failure(message: dict[str, Any], code: int, printed: str) -> MergefsError:
@@ -302,7 +336,7 @@ def _reap() -> None:
 
 def _tidy(point: Path, made: bool) -> None:
     """Leave nothing of a mount that failed."""
-    if _mergefs_at(point) is not None and _is_stale(point):
+    if mergefs_at(point) is not None and is_stale(point):
         _fusermount("-uz", point)
     if made:
         try:
@@ -330,51 +364,6 @@ def _watch(pid: int) -> int | None:
 # --- mounts ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Mounted:
-    """One line of the kernel's mount table."""
-
-    device: str
-    type: str
-    source: str
-
-
-def _mount_table() -> dict[Path, _Mounted]:
-    """Return what is mounted where; of several mounts on one folder, the topmost."""
-    table = {}
-    for line in os.fsdecode(_MOUNT_TABLE.read_bytes()).splitlines():
-        before, _, after = line.partition(" - ")
-        _, _, device, _, point, *_ = before.split(" ")
-        kind, source, *_ = after.split(" ")
-        table[Path(_unescaped(point))] = _Mounted(device, kind, source)
-    return table
-
-
-def _unescaped(text: str) -> str:
-    """Undo the mount table's octal escapes of spaces and the like."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
-def _mergefs_at(point: Path) -> int | None:
-    """Return the process number that the mergefs mount at `point` gives, or None when there is none."""
-    mounted = _mount_table().get(point)
-    if mounted is None or mounted.type != _TYPE:
-        return None
-    match = _SOURCE.fullmatch(mounted.source)
-    return int(match[1]) if match else None
-
-
-def _is_stale(point: Path) -> bool:
-    """Tell whether nobody answers for a mount any more: "Transport endpoint is not connected"."""
-    try:
-        os.statvfs(point)
-    except PermissionError:
-        return False  # another user's
-    except OSError:
-        return True
-    return False
-
-
 def _fusermount(option: str, point: Path) -> None:
     command = [_find_fusermount(), option, "--", str(point)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
@@ -388,7 +377,7 @@ def _fusermount(option: str, point: Path) -> None:
 
 def _widen_readahead(point: Path) -> None:
     """Let the kernel read some blocks ahead; only root may, and it is only about speed."""
-    mounted = _mount_table().get(point)
+    mounted = mount_table().get(point)
     if mounted is None:
         return
     try:

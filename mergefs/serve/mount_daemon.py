@@ -19,18 +19,23 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from mergefs.errors import MergefsError, MountError, NotFoundError
 from mergefs.repository import Repository
-from mergefs.serve.fuse_tree import AllModels, Node, OpenFile, SingleModel, Tree
+from mergefs.serve.fuse_binding import load_binding
+from mergefs.serve.fuse_tree import ATTRIBUTE, AllModels, Node, OpenFile, SingleModel, Tree
+from mergefs.serve.mount_table import FILE_SYSTEM, STATE
+from mergefs.serve.served import Keeping, ServedModels
+from mergefs.store import CONFIG
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-FILE_SYSTEM = "mergefs"
 
 _STATFS_BLOCK = 4096
 _STAT_BLOCK = 512
@@ -38,6 +43,7 @@ _NAME_MAX = 255
 # The kernel lets so many readahead requests wait for us; its default of 12 is less than one loader with many
 # threads asks for.
 _MAX_BACKGROUND = 64
+_ATTENTION_SECONDS = 1.0
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 log = logging.getLogger(__name__)
@@ -52,12 +58,36 @@ def with_errno(operation: Callable[P, R]) -> Callable[P, R]:
             return operation(*args, **kwargs)
         except NotFoundError as error:
             raise OSError(errno.ENOENT, str(error)) from None
+        except OSError as error:
+            if error.errno == errno.ENODATA:
+                raise
+            log.exception("%s failed", operation.__name__)
+            raise OSError(errno.EIO, str(error)) from error
         except Exception as error:
             # An OSError too: a missing pack is no missing file to the reader, it is an unreadable one.
             log.exception("%s failed", operation.__name__)
             raise OSError(errno.EIO, str(error)) from error
 
     return told
+
+
+class Served:
+    """Counts the bytes that were served. Safe for many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """Count some more."""
+        with self._lock:
+            self._bytes += size
+
+    @property
+    def bytes(self) -> int:
+        """So many so far."""
+        with self._lock:
+            return self._bytes
 
 
 class TreeFiles:
@@ -71,9 +101,13 @@ class TreeFiles:
     flag_nopath = True
     flag_nullpath_ok = True
 
-    def __init__(self, tree: Tree, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, tree: Tree, ready: Callable[[], None], state: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
         self._tree = tree
         self._ready = ready
+        self._served = Served()
+        self._more_state = state or dict
         self._owner = (os.getuid(), os.getgid())
         self._handles = itertools.count(1)
         self._files: dict[int, OpenFile] = {}
@@ -88,7 +122,9 @@ class TreeFiles:
     @with_errno
     def getattr(self, path: str | None, fh: int | None = None) -> dict[str, int]:
         """Return the attributes of a path or of an open file."""
-        node = self._tree.node(path.strip("/")) if path is not None else self._files[fh or 0].node
+        return self._status(self._tree.node(path.strip("/")) if path is not None else self._files[fh or 0].node)
+
+    def _status(self, node: Node) -> dict[str, int]:
         time = int(node.mtime * 1e9)
         return {
             "st_mode": node.mode,
@@ -104,6 +140,21 @@ class TreeFiles:
         }
 
     @with_errno
+    def getxattr(self, path: str, name: str, position: int = 0) -> bytes:
+        """Return an extended attribute."""
+        place = path.strip("/")
+        if name == STATE and not place:
+            return json.dumps(self._state()).encode()
+        if name.startswith(ATTRIBUTE) and (value := self._tree.attributes(place).get(name)) is not None:
+            return value
+        raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+
+    @with_errno
+    def listxattr(self, path: str) -> list[str]:
+        """Return the names of the extended attributes; that of the mount's own state is not among them."""
+        return list(self._tree.attributes(path.strip("/")))
+
+    @with_errno
     def readlink(self, path: str) -> str:
         """Return where a symbolic link leads now."""
         return self._tree.node(path.strip("/")).target
@@ -117,10 +168,12 @@ class TreeFiles:
         return handle
 
     @with_errno
-    def readdir(self, path: str | None, fh: int) -> list[tuple[str, dict[str, int], int]]:
-        """Return a listing."""
-        dots: list[tuple[str, dict[str, int], int]] = [(name, {}, 0) for name in (".", "..")]
-        return dots + [(n, {"st_mode": node.mode, "st_ino": node.inode}, 0) for n, node in self._folders[fh]]
+    def entries(self, fh: int) -> Iterator[tuple[str, dict[str, int], bool]]:
+        """Yield what is in a listing: names, attributes, and whether those are complete."""
+        yield from ((name, {}, False) for name in (".", ".."))
+        yield from ((name, self._status(node), not node.rough) for name, node in self._folders[fh])
+
+    readdir = entries  # what the binding looks for; it calls `entries`
 
     @with_errno
     def releasedir(self, path: str | None, fh: int) -> int:
@@ -142,9 +195,13 @@ class TreeFiles:
         return handle
 
     @with_errno
-    def read(self, path: str | None, size: int, offset: int, fh: int) -> bytes:
-        """Return bytes of an open file."""
-        return self._files[fh].read(offset, size)
+    def read_pieces(self, size: int, offset: int, fh: int) -> Sequence[memoryview]:
+        """Return bytes of an open file, in pieces."""
+        pieces = self._files[fh].pieces(offset, size)
+        self._served.add(sum(map(len, pieces)))
+        return pieces
+
+    read = read_pieces  # what the binding looks for; it calls `read_pieces`
 
     @with_errno
     def release(self, path: str | None, fh: int) -> int:
@@ -164,6 +221,10 @@ class TreeFiles:
             "f_namemax": _NAME_MAX,
         }
 
+    def _state(self) -> dict[str, Any]:
+        """Return what `mergefs mounts` shows of this mount."""
+        return {"bytes_served": self._served.bytes, **self._more_state()}
+
     def _read_only(self, *_: object) -> NoReturn:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -172,25 +233,27 @@ class TreeFiles:
     setxattr = symlink = truncate = unlink = utimens = write = _read_only
 
 
-def serve(tree: Tree, directory: Path, ready: Callable[[], None], *, allow_other: bool = False) -> None:
+def serve(
+    tree: Tree,
+    directory: Path,
+    ready: Callable[[], None],
+    *,
+    allow_other: bool = False,
+    state: Callable[[], dict[str, Any]] | None = None,
+) -> None:
     """Mount `tree` at `directory` and answer until it is unmounted or the process is told to end.
 
     To be called on the main thread: libfuse's own handlers for SIGTERM, SIGINT and SIGHUP unmount.
 
     Args:
         ready: called once, when the kernel and this process have agreed on the mount.
+        allow_other: let other users in.
+        state: says more about the mount.
 
     Raises:
         MountError: when libfuse is missing or cannot mount.
     """
-    # With both libraries there, mfusepy would take libfuse 2, which knows other options.
-    os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
-    try:
-        import mfusepy
-    except ImportError as error:
-        raise MountError("mfusepy is missing: pip install 'mergefs[mount]'") from error
-    except OSError as error:
-        raise MountError("libfuse3 is missing: apt install fuse3") from error
+    binding = load_binding()
     serving = threading.Event()
 
     def started() -> None:
@@ -200,8 +263,8 @@ def serve(tree: Tree, directory: Path, ready: Callable[[], None], *, allow_other
     # Until here no signal could end the process half way.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _END_SIGNALS)
     try:
-        mfusepy.FUSE(
-            TreeFiles(tree, started),
+        binding(
+            TreeFiles(tree, started, state),
             str(directory),
             foreground=True,  # the process is in the background already, and LMDB survives no fork
             ro=True,
@@ -213,6 +276,7 @@ def serve(tree: Tree, directory: Path, ready: Callable[[], None], *, allow_other
             kernel_cache=True,  # what is behind a name never changes, so its pages stay good
             entry_timeout=tree.cache_seconds,
             attr_timeout=tree.cache_seconds,
+            negative_timeout=tree.absent_seconds,
         )
     except RuntimeError as error:
         if serving.is_set():
@@ -265,16 +329,76 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, ready: Callable[[], None]) -> None:
     """Open the repository, serve, and end the leases however it went."""
-    repository = Repository.open(options.repo)
-    try:
-        tree: Tree = AllModels(repository) if options.ref is None else SingleModel(repository, options.ref)
+    began = time.time()
+    readonly = (options.repo / "catalog").is_dir() and not os.access(options.repo / "catalog", os.W_OK)
+    with ExitStack() as stack:
+        repository = stack.enter_context(Repository.open(options.repo, readonly=readonly))
+        served = ServedModels(repository, Keeping(options.cache_size, options.keep, options.store))
+        stack.callback(served.close)
+        tree: Tree = AllModels(served) if options.ref is None else SingleModel(served, options.ref)
+        stack.callback(tree.close)
+        stack.enter_context(_Attention(options.repo, served, tree))
+
+        def state() -> dict[str, Any]:
+            return {
+                "repository": str(options.repo),
+                "ref": options.ref,
+                "since": began,
+                "cache": asdict(served.cache),
+                "read": asdict(served.read),
+            }
+
+        os.chdir("/")  # so as to keep no other file system busy
+        serve(tree, options.directory, ready, allow_other=options.allow_other, state=state)
+
+
+class _Attention:
+    """Looks after a mount from time to time, on a thread of its own: ends it when its repository is gone.
+
+    Args:
+        repository: the folder.
+        served: what is tended.
+        tree: what is served; one model is made ready first.
+    """
+
+    def __init__(self, repository: Path, served: ServedModels, tree: Tree) -> None:
+        self._config = repository / CONFIG
+        self._device = self._config.stat().st_dev
+        self._served = served
+        self._tree = tree
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        if isinstance(self._tree, SingleModel):
+            try:
+                self._tree.warm_up()
+            except MergefsError as error:
+                log.warning("%s", error)  # who reads it will be told
+        while not self._ended.wait(_ATTENTION_SECONDS):
+            if not self._is_there():
+                log.error("the repository %s is gone: the mount ends", self._config.parent)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            try:
+                self._served.tend()
+            except Exception:
+                log.exception("storing derived blocks failed")
+
+    def _is_there(self) -> bool:
         try:
-            os.chdir("/")  # so as to keep no other file system busy
-            serve(tree, options.directory, ready, allow_other=options.allow_other)
-        finally:
-            tree.close()
-    finally:
-        repository.close()
+            return self._config.stat().st_dev == self._device
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True  # it cannot be looked at just now
 
 
 def _log_to(file: Path) -> None:
@@ -292,6 +416,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ready-fd", type=int, help="where to say that the mount serves, or why it does not")
     parser.add_argument("--log", type=_absolute, default=Path(os.devnull), help="where errors go once it serves")
     parser.add_argument("--allow-other", action="store_true", help="let other users read the mount")
+    parser.add_argument("--cache-size", type=int, required=True, help="bytes of decoded blocks kept in memory")
+    parser.add_argument("--keep", type=int, default=0, help="bytes of derived blocks kept in a file")
+    parser.add_argument("--store", action="store_true", help="store derived blocks in packs")
     return parser
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -14,14 +14,22 @@ from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
 from mergefs.errors import NotFoundError
 from mergefs.hashing import Buffer
 from mergefs.manifest import Blob, FileRecipe, Manifest, Tensor
-from mergefs.merge.lazy import Deriver
+from mergefs.merge.lazy import Deriver, load_plan
 from mergefs.serve.cache import BlockCache
+from mergefs.serve.kept import KeptBlocks
+from mergefs.serve.read_ahead import ReadAhead
 from mergefs.store import Store
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_CACHE_BYTES = 256 << 20
+
+_AHEAD = 6
+"""Parts of a file that are made ahead of each reader, where the cache has threads for it."""
+
+_AHEAD_ON_DISK = 24
+"""Parts of which the stored bytes are fetched ahead: those are smaller, and the disk is slower than memory."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +66,29 @@ class View:
         name: a ref, a manifest's id, or its beginning.
         cache_bytes: the most that is kept of decoded blocks.
         purpose: what the lease says.
+        cache: a cache to share with other views, in the place of one of its own.
+        kept: where blocks that were derived are kept besides, for all views of a repository.
+        counter: where bytes are counted, for several views.
     """
 
     def __init__(
-        self, store: Store, name: str, *, cache_bytes: int = DEFAULT_CACHE_BYTES, purpose: str = "view"
+        self,
+        store: Store,
+        name: str,
+        *,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        purpose: str = "view",
+        cache: BlockCache | None = None,
+        kept: KeptBlocks | None = None,
+        counter: ReadCounter | None = None,
     ) -> None:
         self._store = store
         self.manifest_id = store.resolve(name)
         self._lease = store.reading(purpose, [self.manifest_id])
         self.manifest: Manifest = store.manifest(self.manifest_id)
-        self.counter = ReadCounter()
-        self.cache = BlockCache(cache_bytes)
+        self.counter = counter or ReadCounter()
+        self.cache = cache or BlockCache(cache_bytes)
+        self._kept = kept
         self._reader = BlockReader(store.catalog, store.backend, self.counter)
         self._parts: dict[str, tuple[list[int], list[_Part]]] = {}
 
@@ -108,22 +128,52 @@ class View:
             NotFoundError: when there is no such file.
             CorruptionError: when a block is missing or damaged.
         """
-        file = self._file(path)
+        pieces = self.pieces(self._file(path), offset, size)
+        return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+
+    def pieces(self, file: FileRecipe, offset: int, size: int | None = None) -> list[memoryview]:
+        """Return what `read` returns, as pieces of the blocks, uncopied."""
         stop = file.size if size is None else min(file.size, offset + size)
         if offset >= stop:
-            return b""
+            return []
         starts, parts = self._layout(file)
-        index = bisect_right(starts, offset) - 1
-        pieces = []
-        at = offset
-        while at < stop:
-            part = parts[index]
-            data = memoryview(self._bytes(part))
-            piece = data[at - part.start : stop - part.start]
-            pieces.append(piece)
-            at += len(piece)
-            index += 1
-        return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+        covered = parts[bisect_right(starts, offset) - 1 : bisect_right(starts, stop - 1)]
+        if self.cache.works_ahead:
+            blocks = self.cache.get_all([(self._key(part), partial(self._make, part)) for part in covered])
+        else:
+            blocks = [self._bytes(part) for part in covered]  # one after another: a file may be larger than memory
+        return [
+            memoryview(block)[max(0, offset - part.start) : stop - part.start]
+            for part, block in zip(covered, blocks, strict=True)
+        ]
+
+    def parts_of(self, file: FileRecipe, offset: int, size: int) -> tuple[int, int]:
+        """Return the numbers of the part of a file with a byte, and of the one after that with the last of `size`."""
+        starts, _ = self._layout(file)
+        return bisect_right(starts, offset) - 1, bisect_right(starts, max(offset, offset + size - 1))
+
+    def expect(self, file: FileRecipe, numbers: range) -> None:
+        """Have parts of a file made before they are read, where the cache has threads for it."""
+        _, parts = self._layout(file)
+        for part in parts[numbers.start : numbers.stop]:
+            self.cache.expect(self._key(part), partial(self._make, part))
+
+    def fetch(self, file: FileRecipe, numbers: range) -> None:
+        """Have the stored bytes that parts of a file are made from brought from the disk meanwhile."""
+        _, parts = self._layout(file)
+        for part in parts[numbers.start : numbers.stop]:
+            if part.block is not None:
+                self._reader.expect_whole(bytes.fromhex(part.block))
+            elif part.tensor is not None:
+                self._deriver.expect(part.tensor.name, part.number)
+
+    def reader(self, path: str) -> FileReader:
+        """Return a file that is open for reading.
+
+        Raises:
+            NotFoundError: when there is no such file.
+        """
+        return FileReader(self, self._file(path))
 
     def blocks(self, path: str) -> Iterator[Buffer]:
         """Yield all of a file's bytes, block by block, past the cache.
@@ -189,20 +239,38 @@ class View:
 
     # -- inside --------------------------------------------------------------------------------------------
 
+    @property
+    def recipe(self) -> str | None:
+        """The recipe of a merge, as it was given; None for other models.
+
+        Raises:
+            CorruptionError: when its plan is missing or damaged.
+        """
+        plan = self.manifest.lineage.plan
+        return None if plan is None else load_plan(self._store, plan).recipe
+
+    def sha256(self, path: str) -> str | None:
+        """Return a file's SHA-256 where somebody has computed it by now, in hexadecimal."""
+        return self._file(path).sha256 or self._store.known_sha256(self.manifest_id, path)
+
     @cached_property
     def _deriver(self) -> Deriver:
         return Deriver(self._store, self.manifest, self.counter)
 
+    def _key(self, part: _Part) -> Hashable:
+        """Return the name of a part's bytes among those of all models."""
+        return part.block or (self.manifest_id, part.tensor.name if part.tensor else "", part.number)
+
     def _bytes(self, part: _Part) -> Buffer:
-        key = part.block or (part.tensor.name if part.tensor else "", part.number)
-        return self.cache.get(key, lambda: self._make(part))
+        return self.cache.get(self._key(part), partial(self._make, part))
 
     def _make(self, part: _Part) -> Buffer:
         if part.block is not None:
             kind = Kind.METADATA if part.tensor is None else Kind.BASE
             return self._reader.read(bytes.fromhex(part.block), kind)
         assert part.tensor is not None
-        return self._deriver.block(part.tensor.name, part.number)
+        derived = partial(self._deriver.block, part.tensor.name, part.number)
+        return derived() if self._kept is None else self._kept.get(self._deriver, part.tensor, part.number, derived)
 
     def _file(self, path: str) -> FileRecipe:
         try:
@@ -238,3 +306,28 @@ class View:
                 size = (stop - first) * tensor.dtype.itemsize
                 yield _Part(at, size, tensor.blocks[number], tensor, number)
                 at += size
+
+
+class FileReader:
+    """A file of a view, open for reading. Safe to use from many threads, and by many readers at once.
+
+    Where the view's cache has threads, what each reader goes on to is made before it asks.
+    """
+
+    def __init__(self, view: View, file: FileRecipe) -> None:
+        self._view = view
+        self._file = file
+        self._made = ReadAhead(_AHEAD)
+        self._fetched = ReadAhead(_AHEAD_ON_DISK)
+
+    def pieces(self, offset: int, size: int) -> list[memoryview]:
+        """Return up to `size` bytes from `offset`, fewer at the file's end, as pieces of the blocks, uncopied.
+
+        Raises:
+            CorruptionError: when a block is missing or damaged.
+        """
+        if self._view.cache.works_ahead:
+            first, stop = self._view.parts_of(self._file, offset, size)
+            self._view.expect(self._file, self._made.read(first, stop))
+            self._view.fetch(self._file, self._fetched.read(first, stop))
+        return self._view.pieces(self._file, offset, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -210,10 +211,23 @@ def test_mount(repo: Path, folder: Path) -> None:
     try:
         assert done.value.keys() >= {"directory", "pid", "ref"}
         assert tree(folder / "mounted") == tree(folder / "x")
+        listed = run("mounts", "--json")
+        assert listed.code == 0, listed.err
+        (state,) = [m for m in listed.value["mounts"] if m["directory"] == str(folder / "mounted")]
+        assert (state["ref"], state["state"], state["pid"]) == ("x", "serving", done.value["pid"])
+        assert state["bytes_served"] > 0
+        assert state["cache"].keys() == {"hits", "misses", "ahead", "bytes", "limit"}
+        assert state["read"].keys() == {"expert", "base", "metadata"}
+        assert str(folder / "mounted") in run("mounts").out
     finally:
         ended = run("umount", folder / "mounted", "--json")
     assert ended.code == 0, ended.err
-    assert ended.value.keys() >= {"directory"}
+    assert ended.value == {"directory": str(folder / "mounted"), "stale": False}
+    done = run("-R", repo, "mount", "x", folder / "mounted", "--keep", "1MiB", "--cache-size", "8MiB", "--json")
+    os.kill(done.value["pid"], signal.SIGKILL)
+    while "stale" not in run("mounts").out:
+        time.sleep(0.05)
+    assert run("umount", folder / "mounted").out.startswith("cleared away what a dead process had left")
 
 
 def test_tag_rm_gc_and_fsck(repo: Path) -> None:

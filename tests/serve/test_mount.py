@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
+import pwd
 import random
 import shutil
 import signal
@@ -21,10 +23,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mergefs.catalog.leases import leases
-from mergefs.errors import MergefsError, MountError, NotARepositoryError, NotFoundError
+from mergefs.errors import MergefsError, MountError, NotARepositoryError, NotFoundError, UserError
 from mergefs.ingest import ingest
 from mergefs.serve import mount as mounting
+from mergefs.serve import mount_table
 from mergefs.serve.mount import MountInfo, mount, umount
+from mergefs.serve.mount_table import MountState, is_stale, mounts
 from mergefs.store import Store
 
 PAGE = mmap.PAGESIZE
@@ -203,7 +207,7 @@ def test_what_a_killed_process_left_is_cleared_away(models: Models) -> None:
     for _ in range(2):
         info = mount(models.repo, "math", models.directory)
         os.kill(info.pid, signal.SIGKILL)
-        wait_until(lambda: mounting._is_stale(models.directory))
+        wait_until(lambda: is_stale(models.directory))
     umount(models.directory)
     assert list(models.directory.iterdir()) == []
 
@@ -252,6 +256,76 @@ def test_the_foreground_ends_with_the_mount(models: Models) -> None:
         assert is_gone(served.result(20).pid)
 
 
+def test_a_mount_ends_when_its_repository_goes_away(models: Models, tmp_path: Path) -> None:
+    info = mount(models.repo, "math", models.directory, log=tmp_path / "log")
+    models.repo.rename(tmp_path / "elsewhere")
+    wait_until(lambda: not os.path.ismount(models.directory))
+    wait_until(lambda: mounting._reap() or is_gone(info.pid))
+    assert f"the repository {models.repo} is gone: the mount ends" in (tmp_path / "log").read_text()
+    (tmp_path / "elsewhere").rename(models.repo)
+    assert models.leases() == 0
+
+
+# -- what is mounted ---------------------------------------------------------------------------------------
+
+
+def state_of(directory: Path) -> MountState:
+    (state,) = [state for state in mounts() if state.directory == directory]
+    return state
+
+
+def test_mounts_are_listed_with_what_they_served(models: Models) -> None:
+    before = time.time()
+    info = mount(models.repo, "math", models.directory, cache_size=8 << 20)
+    state = state_of(models.directory)
+    assert (state.pid, state.state, state.ref) == (info.pid, "serving", "math")
+    assert (state.manifest, state.repository) == (models.store.resolve("math"), str(models.repo))
+    assert state.user == pwd.getpwuid(os.getuid()).pw_name
+    assert before - 1 < (state.since or 0) < time.time()
+    assert state.bytes_served == 0
+    (models.directory / WEIGHTS).read_bytes()
+    state = state_of(models.directory)
+    assert state.bytes_served is not None
+    assert state.cache is not None
+    assert state.read is not None
+    assert state.bytes_served >= (models.math / WEIGHTS).stat().st_size
+    assert state.cache["misses"] + state.cache["ahead"] >= 32
+    assert 0 < state.cache["bytes"] <= state.cache["limit"] <= 8 << 20
+    assert state.read["base"] > 0
+    umount(models.directory)
+    assert models.directory not in [state.directory for state in mounts()]
+
+
+def test_a_mount_of_everything_is_listed(models: Models) -> None:
+    mount(models.repo, None, models.directory)
+    state = state_of(models.directory)
+    assert (state.state, state.ref, state.manifest) == ("serving", None, None)
+    assert os.statvfs(models.directory).f_blocks * 4096 >= 2 * (models.math / WEIGHTS).stat().st_size
+    umount(models.directory)
+
+
+def test_mounts_that_do_not_answer_are_listed_too(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mount_table, "_ANSWER_SECONDS", 0.3)
+    info = mount(models.repo, "math", models.directory)
+    os.kill(info.pid, signal.SIGSTOP)
+    assert state_of(models.directory).state == "silent"
+    os.kill(info.pid, signal.SIGKILL)
+    wait_until(lambda: state_of(models.directory).state == "stale")
+    again = mount(models.repo, "math", models.directory)
+    assert again.cleared
+    assert not umount(models.directory)
+
+
+def test_extended_attributes_say_what_a_file_is(models: Models) -> None:
+    mount(models.repo, "math", models.directory)
+    weights = models.directory / WEIGHTS
+    assert os.getxattr(weights, "user.mergefs.manifest").decode() == models.store.resolve("math")
+    digest = hashlib.sha256((models.math / WEIGHTS).read_bytes()).hexdigest()
+    assert os.getxattr(weights, "user.mergefs.sha256").decode() == digest
+    assert os.listxattr(weights) == ["user.mergefs.manifest", "user.mergefs.sha256"]
+    umount(models.directory)
+
+
 # -- errors ------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +337,13 @@ def test_an_unknown_model_is_the_users_error_and_leaves_nothing(models: Models) 
     assert not new.exists()
     with pytest.raises(NotFoundError):
         mount(models.repo, "--help", models.directory)
+
+
+def test_options_that_exclude_each_other(models: Models) -> None:
+    with pytest.raises(UserError, match="one of --keep and --store"):
+        mount(models.repo, "math", models.directory, keep=1 << 20, store=True)
+    with pytest.raises(UserError, match="negative size"):
+        mount(models.repo, "math", models.directory, cache_size=-1)
 
 
 def test_a_folder_that_is_no_repository(models: Models) -> None:

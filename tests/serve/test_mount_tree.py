@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import mmap
 import os
 import random
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -48,6 +50,21 @@ class Info:
     sha256: str | None = None
 
 
+@dataclass(frozen=True)
+class PlainReader:
+    view: PlainView
+    path: str
+
+    def pieces(self, offset: int, size: int) -> list[memoryview]:
+        if self.path == "broken":
+            raise CorruptionError("a block is damaged")
+        if self.path == "meeting":
+            self.view.meeting.wait(20)  # returns only when so many reads are under way at once
+        with (self.view.folder / self.path).open("rb") as file:
+            data = memoryview(os.pread(file.fileno(), size, offset))
+        return [data[:100], data[100:]]
+
+
 class PlainView:
     """A view of a folder; `opened` counts the views that are not closed."""
 
@@ -57,7 +74,7 @@ class PlainView:
         self.folder = folder
         self.manifest_id = folder.name
         self.opened.append(folder.name)
-        self._meeting = threading.Barrier(TOGETHER)
+        self.meeting = threading.Barrier(TOGETHER)
 
     @cached_property
     def files(self) -> dict[str, Info]:
@@ -65,13 +82,13 @@ class PlainView:
         names = [path.relative_to(self.folder).as_posix() for path in found]
         return {name: Info(name, path.stat().st_size) for name, path in zip(names, found, strict=True)}
 
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        if path == "broken":
-            raise CorruptionError("a block is damaged")
-        if path == "meeting":
-            self._meeting.wait(20)  # returns only when so many reads are under way at once
-        with (self.folder / path).open("rb") as file:
-            return os.pread(file.fileno(), size, offset)
+    recipe = "merge_method: linear"
+
+    def sha256(self, path: str) -> str | None:
+        return hashlib.sha256((self.folder / path).read_bytes()).hexdigest() if path.endswith(".json") else None
+
+    def reader(self, path: str) -> PlainReader:
+        return PlainReader(self, path)
 
     def close(self) -> None:
         self.opened.remove(self.manifest_id)
@@ -92,7 +109,10 @@ class PlainModels:
     def manifest_time(self, manifest_id: str) -> float:
         return TIME
 
-    def view(self, name: str, *, cache_bytes: int, purpose: str) -> PlainView:
+    def raw_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+
+    def view(self, name: str) -> PlainView:
         manifest_id = self.refs().get(name, name)
         if not (self.folder / manifest_id).is_dir():
             raise NotFoundError(f"there is no {name}")
@@ -150,7 +170,7 @@ def test_single_model_lays_out_files_and_folders(models: PlainModels) -> None:
 def test_a_read_stops_at_the_end_of_the_file(models: PlainModels) -> None:
     tree = SingleModel(models, A)
     file = tree.open("sub/deep/x.txt")
-    assert [file.read(3, 10), file.read(5, 1), file.read(99, 1)] == [b"xx", b"", b""]
+    assert [b"".join(file.pieces(*place)) for place in [(3, 10), (5, 1), (99, 1)]] == [b"xx", b"", b""]
     file.release()
     tree.close()
 
@@ -207,7 +227,7 @@ def test_a_moved_ref_is_seen_and_an_open_file_stays(models: PlainModels) -> None
     models.set_ref("new", A)
     assert tree.node("refs/math").target == f"../manifests/{B}"
     assert names(tree.children("refs")) == ["demo@2", "math", "new"]
-    assert before.read(0, 99) == b"{}"
+    assert b"".join(before.pieces(0, 99)) == b"{}"
     before.release()
     tree.close()
 
@@ -240,7 +260,7 @@ def test_views_are_bounded_but_never_closed_under_an_open_file(models: PlainMode
     assert sorted(PlainView.opened) == [A, B]
     tree.node(f"manifests/{C}/config.json")
     assert sorted(PlainView.opened) == [A, C]
-    assert file.read(0, 2) == b"{}"
+    assert b"".join(file.pieces(0, 2)) == b"{}"
     file.release()
     tree.node(f"manifests/{C}/config.json")
     assert sorted(PlainView.opened) == [A, C]
@@ -375,40 +395,151 @@ def test_everything_served_follows_refs(models: PlainModels) -> None:
         assert not os.path.lexists(directory / "refs" / "math")
 
 
-CHANGES: dict[str, Callable[[Path], object]] = {
-    "create": lambda top: (top / "new").touch(),
-    "open for writing": lambda top: (top / "config.json").open("r+b"),
-    "truncate": lambda top: os.truncate(top / "config.json", 0),
-    "append": lambda top: (top / "config.json").open("ab"),
-    "mkdir": lambda top: (top / "folder").mkdir(),
-    "unlink": lambda top: (top / "config.json").unlink(),
-    "rmdir": lambda top: (top / "sub").rmdir(),
-    "rename": lambda top: (top / "config.json").rename(top / "other"),
-    "link": lambda top: (top / "other").hardlink_to(top / "config.json"),
-    "symlink": lambda top: (top / "other").symlink_to("config.json"),
-    "mknod": lambda top: os.mkfifo(top / "pipe"),
-    "chmod": lambda top: (top / "config.json").chmod(0o600),
-    "chown": lambda top: os.chown(top / "config.json", 1, 1),
-    "utime": lambda top: os.utime(top / "config.json", (1, 1)),
-    "setxattr": lambda top: os.setxattr(top / "config.json", "user.x", b"1"),
-    "removexattr": lambda top: os.removexattr(top / "config.json", "user.x"),
+def bind(path: Path) -> None:
+    folder = os.open(path.parent, os.O_PATH)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"/proc/self/fd/{folder}/{path.name}")  # the path itself may be longer than addresses can be
+    finally:
+        os.close(folder)
+
+
+def opened(flags: int) -> Callable[[Path], object]:
+    return lambda path: os.close(os.open(path, flags, 0o600))
+
+
+MAKES: dict[str, Callable[[Path], object]] = {
+    "open O_CREAT": opened(os.O_CREAT | os.O_WRONLY),
+    "open O_CREAT O_EXCL": opened(os.O_CREAT | os.O_EXCL | os.O_RDWR),
+    "mkdir": os.mkdir,
+    "mkfifo": os.mkfifo,
+    "mknod": lambda path: os.mknod(path, stat.S_IFREG | 0o600),
+    "symlink": lambda path: os.symlink("config.json", path),
+    "link": lambda path: os.link(path.parent / "config.json", path),
+    "rename a file": lambda path: os.rename(path.parent / "config.json", path),
+    "rename a folder": lambda path: os.rename(path.parent / "sub", path),
+    "bind": bind,
 }
+"""Calls that would make something of a name that is not there."""
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "chmod": lambda path: os.chmod(path, 0o700),
+    "chown": lambda path: os.chown(path, 1, 1),
+    "chown of the group": lambda path: os.chown(path, -1, 1),
+    "utimensat": lambda path: os.utime(path, (1, 1)),
+    "utimensat now": os.utime,
+    "setxattr": lambda path: os.setxattr(path, "user.x", b"1"),
+    "setxattr of ours": lambda path: os.setxattr(path, "user.mergefs.manifest", b"1"),
+    "removexattr": lambda path: os.removexattr(path, "user.mergefs.manifest"),
+    "rename": lambda path: os.rename(path, path.parent / "other"),
+}
+"""Calls that would change a file or a folder."""
+
+FILE_CHANGES: dict[str, Callable[[Path], object]] = {
+    "open O_WRONLY": opened(os.O_WRONLY),
+    "open O_RDWR": opened(os.O_RDWR),
+    "open O_APPEND": opened(os.O_WRONLY | os.O_APPEND),
+    "open O_TRUNC": opened(os.O_WRONLY | os.O_TRUNC),
+    "open O_CREAT of what is there": opened(os.O_WRONLY | os.O_CREAT),
+    "truncate": lambda path: os.truncate(path, 0),
+    "truncate to be longer": lambda path: os.truncate(path, 1 << 20),
+    "unlink": os.unlink,
+    "rename over another": lambda path: os.rename(path, path.parent / "empty"),
+    "link to it": lambda path: os.link(path, path.parent / "other"),
+}
+FOLDER_CHANGES: dict[str, Callable[[Path], object]] = {
+    "rmdir": os.rmdir,
+    "mkdir in it": lambda path: os.mkdir(path / "new"),
+    "create in it": lambda path: opened(os.O_CREAT | os.O_WRONLY)(path / "new"),
+    "rename into it": lambda path: os.rename(path.parent / "config.json", path / "config.json"),
+}
+
+
+def refusals(top: Path) -> Iterator[tuple[str, int | None]]:
+    """Try every call that changes something; yield what it was and the error number."""
+    tried = [(what, change, top / "new") for what, change in MAKES.items()]
+    tried += [(what, change, top / "config.json") for what, change in (CHANGES | FILE_CHANGES).items()]
+    tried += [(what, change, top / "sub") for what, change in (CHANGES | FOLDER_CHANGES).items()]
+    for what, change, path in tried:
+        try:
+            change(path)
+        except OSError as error:
+            yield f"{what} {path.name}", error.errno
+        else:
+            yield f"{what} {path.name}", None
 
 
 @pytest.mark.fuse
 @needs_fuse
 def test_every_change_is_refused(models: PlainModels) -> None:
     with served(models, "math") as directory:
-        for what, change in CHANGES.items():
-            with pytest.raises(OSError) as raised:
-                change(directory)
-            assert raised.value.errno == errno.EROFS, what
+        before = snapshot(directory)
+        assert [what for what, number in refusals(directory) if number != errno.EROFS] == []
+        with pytest.raises(OSError) as raised:
+            os.open(directory, os.O_TMPFILE | os.O_RDWR)
+        assert raised.value.errno == errno.EROFS
         if os.getuid() == 0:  # the mount itself refuses too, when root has made it writable
             subprocess.run(["mount", "-i", "-o", "remount,rw", str(directory)], check=True)
-            for what in CHANGES:
-                with pytest.raises(OSError) as raised:
-                    CHANGES[what](directory)
-                assert raised.value.errno == errno.EROFS, what
+            assert [what for what, number in refusals(directory) if number != errno.EROFS] == []
+        assert snapshot(directory) == before == snapshot(models.folder / A)
+
+
+@pytest.mark.fuse
+@needs_fuse
+def test_the_links_of_refs_cannot_be_changed(models: PlainModels) -> None:
+    with served(models) as directory:
+        link = directory / "refs/math"
+        for change in (
+            os.unlink,
+            lambda path: os.rename(path, path.parent / "other"),
+            lambda path: os.utime(path, (1, 1), follow_symlinks=False),
+            lambda path: os.chown(path, 1, 1, follow_symlinks=False),
+            lambda path: os.symlink("x", path.parent / "other"),
+            lambda path: (path / "new").touch(),
+        ):
+            with pytest.raises(OSError) as raised:
+                change(link)
+            assert raised.value.errno == errno.EROFS
+        assert os.readlink(link) == f"../manifests/{A}"
+
+
+@pytest.mark.fuse
+@needs_fuse
+def test_extended_attributes_name_the_manifest(models: PlainModels) -> None:
+    expected = {"user.mergefs.manifest": A.encode(), "user.mergefs.recipe": b"merge_method: linear"}
+    sums = {"user.mergefs.sha256": hashlib.sha256(b"{}").hexdigest().encode()}
+    with served(models) as directory:
+        model = directory / "refs/math"
+
+        def attributes(path: Path) -> dict[str, bytes]:
+            return {name: os.getxattr(path, name) for name in os.listxattr(path)}
+
+        assert attributes(model) == attributes(model / "sub") == attributes(model / "model.safetensors") == expected
+        assert attributes(model / "config.json") == expected | sums
+        assert attributes(directory) == attributes(directory / "refs") == {}
+        for path, name in [(model / "sub", "user.mergefs.sha256"), (model, "user.other"), (directory, "user.x")]:
+            with pytest.raises(OSError) as raised:
+                os.getxattr(path, name)
+            assert raised.value.errno == errno.ENODATA
+        state = json.loads(os.getxattr(directory, "user.mergefs.mount"))
+        assert state == {"bytes_served": 0}
+        (model / "empty").read_bytes()
+        (model / "model.safetensors").read_bytes()
+        assert json.loads(os.getxattr(directory, "user.mergefs.mount")) == {"bytes_served": len(WEIGHTS)}
+
+
+@pytest.mark.fuse
+@needs_fuse
+def test_a_listing_has_the_attributes_too(models: PlainModels) -> None:
+    """Names, kinds, sizes and links as `stat` tells them, whatever the kernel kept from the listing."""
+    with served(models) as directory:
+        for folder in (directory / "manifests" / A, directory / "manifests", directory):
+            for entry in os.scandir(folder):
+                listed = entry.stat(follow_symlinks=False)
+                now = os.stat(entry.path, follow_symlinks=False)
+                assert (listed.st_ino, listed.st_mode, listed.st_size) == (now.st_ino, now.st_mode, now.st_size)
+                assert (listed.st_nlink, listed.st_mtime) == (now.st_nlink, now.st_mtime)
+        assert (directory / "manifests" / A).stat().st_nlink == 3
 
 
 def main(folder: str, directory: str, name: str | None = None) -> None:
