@@ -138,6 +138,15 @@ class View:
         """Return how many blocks and blobs a file has."""
         return len(self._layout(self._file(path))[1])
 
+    def boundaries(self, path: str) -> list[int]:
+        """Return where each block and blob of a file begins, and at the end where the last one ends.
+
+        Raises:
+            NotFoundError: when there is no such file.
+        """
+        file = self._file(path)
+        return [*self._layout(file)[0], file.size]
+
     def part(self, path: str, number: int) -> Buffer:
         """Return one block or blob of a file, past the cache."""
         return self._make(self._layout(self._file(path))[1][number])
