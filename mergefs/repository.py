@@ -138,11 +138,11 @@ class Repository(Store):
         return mount(self.path, name, Path(directory), **options)
 
     def export(self, name: str, directory: str | Path, **options: Any) -> ExportReport:
-        """Write a model as an ordinary directory; see `mergefs.serve.export.export`."""
+        """Write a model as an ordinary directory, here or at a URL; see `mergefs.serve.export.export`."""
         from mergefs.serve.export import export
 
         with self.view(name) as view:
-            return export(view, Path(directory), **options)
+            return export(view, directory, **options)
 
     def gc(self, *, dry_run: bool = False, **options: Any) -> GcReport:
         """Free what nothing needs; see `mergefs.gc.collect`."""

@@ -164,6 +164,11 @@ class View:
         size = (stop - first) * tensor.dtype.itemsize
         return self._bytes(_Part(0, size, tensor.blocks[number], tensor, number))
 
+    def fresh_block(self, tensor: Tensor, number: int) -> Buffer:
+        """Return the bytes of one block of a tensor, past the cache."""
+        first, stop = tensor.grid(self.manifest.block_elements).extent(number)
+        return self._make(_Part(0, (stop - first) * tensor.dtype.itemsize, tensor.blocks[number], tensor, number))
+
     def tensor_bytes(self, name: str) -> bytearray:
         """Return all bytes of a tensor.
 
