@@ -52,7 +52,7 @@ class Output:
         )
         by_name = {tensor.name: tensor for tensor in tensors}
         plan = self._plan
-        files = {file.path: self._file(file, by_name) for file in self._base.files if _is_carried(file)}
+        files = {file.path: self._file(file, by_name) for file in self._base.files if is_carried(file)}
         if plan.tokenizer is not None:
             files = {path: file for path, file in files.items() if not is_tokenizers(path)}
             files |= {file.path: file for file in plan.tokenizer}
@@ -121,7 +121,7 @@ def _is_weights(file: FileRecipe) -> bool:
     return any(isinstance(segment, TensorData) for segment in file.segments)
 
 
-def _is_carried(file: FileRecipe) -> bool:
+def is_carried(file: FileRecipe) -> bool:
     """Tell whether a file of the base belongs to the merge: not its model card, nor other forms of its weights."""
     if _is_weights(file) or ("/" not in file.path and file.path.endswith(".safetensors")):
         return True
