@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -197,9 +196,30 @@ class View:
             return torch.empty(tensor.shape, dtype=tensor.dtype.torch)
         return torch.frombuffer(self.tensor_bytes(name), dtype=tensor.dtype.torch).reshape(tensor.shape)
 
-    def state_dict(self, pattern: str = "*") -> dict[str, torch.Tensor]:
-        """Return the tensors whose names match a shell pattern, by name."""
-        return {name: self.tensor(name) for name in self.tensors if fnmatch.fnmatchcase(name, pattern)}
+    def state_dict(
+        self,
+        tensors: str | Iterable[str] = "*",
+        *,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype | None = None,
+        threads: int | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return tensors by name. Blocks are decoded straight into their memory, so that there is no second copy.
+
+        Args:
+            tensors: a shell pattern of names, such as `model.layers.0.*`, or the names.
+            device: where the tensors are to be.
+            dtype: what float tensors are converted to, block by block; others stay as they are.
+            threads: how many to decode with; all cores by default.
+
+        Raises:
+            NotFoundError: when there is no tensor of one of the names.
+            UserError: when the dtype is not one of floats.
+            CorruptionError: when a block is missing or damaged.
+        """
+        from mergefs.serve.torch_tensors import load
+
+        return load(self, tensors, device=device, dtype=dtype, threads=threads)
 
     # -- inside --------------------------------------------------------------------------------------------
 
