@@ -36,6 +36,8 @@ from mergefs.store import Store, find_repository
 REPOSITORY_VARIABLE = "MERGEFS_REPO"
 IDLE_VIEWS = 4
 CACHE_BYTES_PER_VIEW = 64 << 20
+SMALL_BYTES = 1 << 20
+"""What is not larger lies in so few blocks that one thread decodes them."""
 _CHAINED = ("fo", "target_protocol", "target_options")
 _LOCAL = (None, "file", "local")
 
@@ -150,8 +152,7 @@ class MergefsFileSystem(AbstractFileSystem):  # type: ignore[misc]
             FileNotFoundError: when there is no such file.
             CorruptionError: when a block is missing or damaged.
         """
-        found: bytes = self._fetch([self._range(path, start, end)])[0]
-        return found
+        return self._fetch_one(self._range(path, start, end))
 
     def cat_ranges(
         self,
@@ -265,6 +266,13 @@ class MergefsFileSystem(AbstractFileSystem):  # type: ignore[misc]
         first, stop, _ = slice(start, end).indices(info["size"])
         return _Range(info["manifest"], _split(info["name"])[1], first, max(first, stop))
 
+    def _fetch_one(self, wanted: _Range) -> bytes:
+        if wanted.stop - wanted.start > SMALL_BYTES:
+            found: bytes = self._fetch([wanted])[0]
+            return found
+        with self._models.views.using(wanted.manifest) as view:
+            return view.read(wanted.path, wanted.start, wanted.stop - wanted.start)
+
     def _fetch(self, ranges: Sequence[_Range], *, keep_errors: bool = False) -> list[Any]:
         """Return the bytes of ranges, or for those that cannot be read the exceptions.
 
@@ -361,7 +369,8 @@ class MergefsFile(AbstractBufferedFile):  # type: ignore[misc]
         self._views = views
         self._manifest: str = info["manifest"]
         self._inside = _split(info["name"])[1]
-        self._view: View | None = views.acquire(self._manifest)
+        views.acquire(self._manifest)
+        self._is_held = True
         try:
             # The view keeps decoded blocks itself, so that a buffer here would only hold them twice.
             super().__init__(fs, info["name"], "rb", cache_type=cache_type, size=info["size"], **kwargs)
@@ -376,12 +385,13 @@ class MergefsFile(AbstractBufferedFile):  # type: ignore[misc]
         self._release()
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        assert self._view is not None
-        return self._view.read(self._inside, start, end - start)
+        stop = max(start, min(end, self.size))
+        found: bytes = self.fs._fetch_one(_Range(self._manifest, self._inside, start, stop))
+        return found
 
     def _release(self) -> None:
-        if self._view is not None:
-            self._view = None
+        if self._is_held:
+            self._is_held = False
             self._views.release(self._manifest)
 
     def __reduce__(self) -> Any:
@@ -413,12 +423,13 @@ class _Block:
 
 def _blocks(view: View, wanted: _Range) -> Iterator[tuple[_Block, int, int]]:
     """Yield the blocks that hold a range, and from where to where in the file each is needed."""
-    bounds = view.boundaries(wanted.path)
+    starts, size = view.starts(wanted.path), view.files[wanted.path].size
     at = wanted.start
-    number = bisect_right(bounds, at) - 1
+    number = bisect_right(starts, at) - 1
     while at < wanted.stop:
-        stop = min(wanted.stop, bounds[number + 1])
-        yield _Block(wanted.manifest, wanted.path, number, bounds[number], bounds[number + 1]), at, stop
+        end = starts[number + 1] if number + 1 < len(starts) else size
+        stop = min(wanted.stop, end)
+        yield _Block(wanted.manifest, wanted.path, number, starts[number], end), at, stop
         at = stop
         number += 1
 

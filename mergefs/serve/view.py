@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -137,14 +137,13 @@ class View:
         """Return how many blocks and blobs a file has."""
         return len(self._layout(self._file(path))[1])
 
-    def boundaries(self, path: str) -> list[int]:
-        """Return where each block and blob of a file begins, and at the end where the last one ends.
+    def starts(self, path: str) -> Sequence[int]:
+        """Return where in a file each of its blocks and blobs begins.
 
         Raises:
             NotFoundError: when there is no such file.
         """
-        file = self._file(path)
-        return [*self._layout(file)[0], file.size]
+        return self._layout(self._file(path))[0]
 
     def part(self, path: str, number: int) -> Buffer:
         """Return one block or blob of a file, past the cache."""

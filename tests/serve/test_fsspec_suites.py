@@ -164,6 +164,7 @@ def test_many_ranges_decode_each_block_once(
         return make(self, part)
 
     monkeypatch.setattr(View, "_make", counted)
+    monkeypatch.setattr("mergefs.serve.filesystem.SMALL_BYTES", 0)
     path = f"{MODEL}/model.safetensors"
     content = (ingested / "model.safetensors").read_bytes()
     random = np.random.default_rng(1)
@@ -177,17 +178,22 @@ def test_many_ranges_decode_each_block_once(
     assert len(made) == len(set(made)) > 20
 
 
+@pytest.mark.parametrize("small", [0, 1 << 20])
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_ranges_are_those_of_slices(
-    fs: MergefsFileSystem, ingested: Path, limit: int, monkeypatch: pytest.MonkeyPatch
+    fs: MergefsFileSystem, ingested: Path, limit: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mergefs.serve.filesystem.CACHE_BYTES_PER_VIEW", limit)
+    monkeypatch.setattr("mergefs.serve.filesystem.SMALL_BYTES", small)
     content = (ingested / "model.safetensors").read_bytes()
     path = f"mergefs://{MODEL}/model.safetensors"
     slices = [(None, None), (0, 0), (5, None), (None, -5), (-9, None), (10**9, None), (90, 10), (4000, 9000)]
     starts, ends = [list(column) for column in zip(*slices, strict=True)]
     found = fs.cat_ranges([path] * len(slices), starts, ends)
     assert found == [content[a:b] for a, b in slices]
+    assert [fs.cat_file(path, a, b) for a, b in slices] == found
+    with fs.open(path, block_size=5000) as file:
+        assert b"".join(iter(lambda: file.read(3333), b"")) == content
     assert all(type(part) is bytes for part in found)
     assert fs.cat_ranges([path, f"{MODEL}/table.csv"], 1, 4, max_gap=0) == [content[1:4], b",b\n"]
     assert fs.cat_ranges([], [], []) == []
