@@ -26,6 +26,8 @@ Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
 FILES_AT_ONCE = 4
+_FEW = 4
+"""A file of no more blocks is decoded by the thread that writes it."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,15 @@ class _Told:
 def _write_all(files: list[OutputFile], destination: Destination, threads: int, told: _Told) -> dict[str, str]:
     """Write files, several at once, and return their SHA-256 by path."""
 
+    at_once = min(FILES_AT_ONCE, threads, len(files))
+    # Small files need no threads of their own, and large ones share them, so that memory is the same for any number.
+    large = min(sum(len(file.parts) > _FEW for file in files), at_once)
+    each = min(threads, max(2, -(-threads // max(1, large))))
+
     def write(file: OutputFile) -> tuple[str, str]:
         told.add(0)
-        return file.path, _write_one(file, destination, threads, told)
+        return file.path, _write_one(file, destination, each, told)
 
-    at_once = min(FILES_AT_ONCE, threads, len(files))
     if at_once < 2:
         return dict(map(write, files))
     # The configuration comes last, and alone: with it a folder looks like a model.
@@ -148,7 +154,7 @@ def _write_all(files: list[OutputFile], destination: Destination, threads: int, 
 def _write_one(file: OutputFile, destination: Destination, threads: int, told: _Told) -> str:
     """Write a file and return its SHA-256."""
     buffers: Iterator[Buffer] = map(_call, file.parts)
-    if len(file.parts) > 1:
+    if len(file.parts) > _FEW:
         buffers = ordered(_call, file.parts, threads=threads, window=2 * threads + 2)
     sha256 = hashlib.sha256()
     with closing(_checked(file, buffers, sha256, told)) as checked:
