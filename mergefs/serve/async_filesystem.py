@@ -28,6 +28,8 @@ class AsyncMergefsFileSystem(AsyncFileSystemWrapper):  # type: ignore[misc]
         self, repo: str | os.PathLike[str] | None = None, *, asynchronous: bool = True, **storage_options: Any
     ) -> None:
         super().__init__(fs=MergefsFileSystem(repo, **storage_options), asynchronous=asynchronous)
+        # Older wrappers make a coroutine of this generator; that of AsyncFileSystem goes over what `_ls` gives.
+        self.__dict__.pop("_walk", None)
 
     def __reduce__(self) -> Any:
         # Another process may have other surroundings.

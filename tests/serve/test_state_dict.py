@@ -124,8 +124,8 @@ print((after - before) * 1024 - sum(value.nbytes for value in weights.values()))
 
 def test_there_is_no_second_copy(tmp_path: Path) -> None:
     Repository.init(tmp_path / "repo").close()
-    values = np.random.default_rng(0).integers(0, 1 << 15, (96 << 20,), np.uint16).tobytes()
-    big = {"big": Array("BF16", (96 << 10, 1024), values), "small": array(np.ones((600, 1024)), "BF16")}
+    values = np.random.default_rng(0).integers(0, 1 << 15, (64 << 20,), np.uint16).tobytes()
+    big = {"big": Array("BF16", (64 << 10, 1024), values), "small": array(np.ones((600, 1024)), "BF16")}
     folder = builders.write_model(tmp_path / "big", big)
     with Repository.open(tmp_path / "repo", sync=False) as repository:
         repository.ingest(folder, "big")
