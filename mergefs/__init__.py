@@ -4,7 +4,8 @@ repository = mergefs.Repository.init("repo")
 repository.ingest("Qwen3-0.6B", "base")
 repository.ingest("qwen3-math", "math", base="base")
 repository.merge(mergefs.Recipe.load("recipe.yml"), "merged", budget="10%")
-repository.view("merged").state_dict()
+with mergefs.open("merged", repo="repo") as model:
+    weights = model.state_dict()
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from mergefs.planner.plan import Plan as Plan
     from mergefs.recipe import Recipe as Recipe
     from mergefs.repository import Repository as Repository
+    from mergefs.serve.opening import open as open
 
 __version__ = "0.1.0"
 
@@ -27,9 +29,10 @@ _HOMES = {
     "Plan": "mergefs.planner.plan",
     "Recipe": "mergefs.recipe",
     "Repository": "mergefs.repository",
+    "open": "mergefs.serve.opening",
 }
 
-__all__ = ["Manifest", "MergefsError", "Plan", "Recipe", "Repository", "__version__"]
+__all__ = ["Manifest", "MergefsError", "Plan", "Recipe", "Repository", "__version__", "open"]
 
 
 def __getattr__(name: str) -> Any:

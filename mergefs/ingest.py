@@ -1,4 +1,7 @@
-"""Ingest: a checkpoint becomes blocks, statistics and a manifest, in one streaming pass."""
+"""Ingest: a checkpoint becomes blocks, statistics and a manifest, in one streaming pass.
+
+Where the bytes come from is its `Contents`: the files of a directory, or whatever can say what a file would hold.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +58,7 @@ class IngestReport:
         blocks_new, blocks_reused: different blocks (blobs included) that were added, or were there already.
         seconds: wall time.
         kind: `model`, `adapter` or `delta`.
+        format: what it was taken from: `safetensors` or `zarr`.
     """
 
     manifest: str
@@ -65,6 +70,25 @@ class IngestReport:
     blocks_reused: int
     seconds: float
     kind: str = "model"
+    format: str = "safetensors"
+
+
+class Contents(Protocol):
+    """The bytes of a checkpoint's files."""
+
+    def read(self, file: int, start: int, size: int) -> bytes:
+        """Return bytes of a file that has them. Runs on many threads.
+
+        Args:
+            file: its number among the checkpoint's files.
+            start, size: which bytes.
+
+        Raises:
+            CheckpointError: when they cannot be read.
+        """
+
+    def close(self) -> None:
+        """Give back what reading needs."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +188,41 @@ def ingest(
         RecipeError: when it does not fit its base.
     """
     check_ref_name(name)
-    base_id = None if base is None else store.resolve(base)
     checkpoint = open_checkpoint(path)
+    return take_in(
+        store,
+        checkpoint,
+        lambda: _FileContents(checkpoint),
+        name,
+        base=base,
+        kind=kind,
+        threads=threads,
+        progress=progress,
+    )
+
+
+def take_in(
+    store: Store,
+    checkpoint: Checkpoint,
+    contents: Callable[[], Contents],
+    name: str,
+    *,
+    base: str | None = None,
+    kind: str = "model",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> IngestReport:
+    """Take a checkpoint in whose headers have been read.
+
+    Args:
+        checkpoint: its files.
+        contents: opens what has their bytes.
+        store, name, base, kind, threads, progress: see `ingest`.
+
+    Raises: see `ingest`.
+    """
+    check_ref_name(name)
+    base_id = None if base is None else store.resolve(base)
     if kind == "delta":
         if base_id is None:
             raise UserError("a delta needs the model that it is to be added to: name it with --base")
@@ -177,16 +234,23 @@ def ingest(
             raise CheckpointError(f"{file.source}: the file name {file.path!r} cannot be stored; rename the file")
     for attempt in range(_ATTEMPTS):
         try:
-            return _ingest(store, checkpoint, name, base_id, kind, threads or available_cores(), progress)
+            with closing(contents()) as opened:
+                return _ingest(store, checkpoint, opened, name, base_id, kind, threads or available_cores(), progress)
         except BlocksCollectedError:
             if attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError
 
 
+def window(threads: int) -> int:
+    """Return how many blocks are under way at once."""
+    return 2 * threads + 2
+
+
 def _ingest(
     store: Store,
     checkpoint: Checkpoint,
+    contents: Contents,
     name: str,
     base_id: str | None,
     kind: str,
@@ -201,12 +265,11 @@ def _ingest(
         writer = stack.enter_context(
             BlockWriter(store.catalog, store.backend, store.path / "tmp", lease, sync=store.sync)
         )
-        descriptors = [_open(file, stack) for file in checkpoint.files]
-        worker = _Worker(store, writer, checkpoint, descriptors)
+        worker = _Worker(store, writer, contents)
         gathered = _Gathered(checkpoint)
         done_bytes = 0
         pieces = _pieces(checkpoint, None if kind == "delta" else base, store.block_elements)
-        for done in ordered(worker, pieces, threads=threads, window=2 * threads + 2):
+        for done in ordered(worker, pieces, threads=threads, window=window(threads)):
             _store_block(writer, done)
             gathered.add(done)
             done_bytes += done.piece.size
@@ -287,6 +350,36 @@ def _statistics(store: Store, manifest: Manifest, base_id: str, collectors: dict
     ]
 
 
+class _FileContents:
+    """The files of a checkpoint's directory, open."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._files = checkpoint.files
+        with ExitStack() as stack:
+            self._descriptors = [_open(file, stack) for file in self._files]
+            self._open = stack.pop_all()
+
+    def read(self, file: int, start: int, size: int) -> bytes:
+        """See `Contents`."""
+        source, descriptor = self._files[file].source, self._descriptors[file]
+        try:
+            raw = os.pread(descriptor, size, start)
+            while len(raw) < size:
+                more = os.pread(descriptor, size - len(raw), start + len(raw))
+                if not more:
+                    raise CheckpointError(
+                        f"{source} became shorter while it was read: let its writer finish, then ingest it again"
+                    )
+                raw += more
+        except OSError as error:
+            raise CheckpointError(f"{source} cannot be read: {error.strerror}") from error
+        return raw
+
+    def close(self) -> None:
+        """See `Contents`."""
+        self._open.close()
+
+
 def _open(file: CheckpointFile, stack: ExitStack) -> int:
     try:
         descriptor = os.open(file.source, os.O_RDONLY | os.O_CLOEXEC)
@@ -330,16 +423,15 @@ def _tensor_pieces(file: int, entry: TensorEntry, base: Manifest | None, block_e
 class _Worker:
     """Reads, hashes, measures and encodes one piece. Runs on many threads."""
 
-    def __init__(self, store: Store, writer: BlockWriter, checkpoint: Checkpoint, descriptors: list[int]) -> None:
+    def __init__(self, store: Store, writer: BlockWriter, contents: Contents) -> None:
         self._catalog = store.catalog
         self._exact = store.exact
         self._reader = BlockReader(store.catalog, store.backend)
         self._writer = writer
-        self._files = checkpoint.files
-        self._descriptors = descriptors
+        self._contents = contents
 
     def __call__(self, piece: _Piece) -> _Done:
-        raw = self._read(piece)
+        raw = self._contents.read(piece.file, piece.start, piece.size)
         block = digest(raw)
         if piece.tensor is None:
             encoded = None if self._writer.known(block) else codecs.encode(raw, DTYPES["U8"])
@@ -398,21 +490,6 @@ class _Worker:
         root = base if depths.root is None else depths.root
         coarse = coarse_sample(depths.sampled, root, dtype, base, base_dtype, piece.sample)
         return _Done(piece, raw, block, None, NO_BASE, measure, depths.errors, coarse)
-
-    def _read(self, piece: _Piece) -> bytes:
-        file = self._files[piece.file]
-        try:
-            raw = os.pread(self._descriptors[piece.file], piece.size, piece.start)
-            while len(raw) < piece.size:
-                more = os.pread(self._descriptors[piece.file], piece.size - len(raw), piece.start + len(raw))
-                if not more:
-                    raise CheckpointError(
-                        f"{file.source} became shorter while it was read: let its writer finish, then ingest it again"
-                    )
-                raw += more
-        except OSError as error:
-            raise CheckpointError(f"{file.source} cannot be read: {error.strerror}") from error
-        return raw
 
 
 def _store_block(writer: BlockWriter, done: _Done) -> None:

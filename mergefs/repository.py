@@ -45,10 +45,20 @@ class Repository(Store):
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> IngestReport:
-        """Take in a checkpoint; see `mergefs.ingest.ingest`."""
+        """Take in a checkpoint; see `mergefs.ingest.ingest`, and for the folder of a Zarr group `ingest_zarr`."""
+        from mergefs.checkpoint.directory import is_zarr
+
+        if is_zarr(path):
+            return self.ingest_zarr(path, name, base=base, kind=kind, threads=threads, progress=progress)
         from mergefs.ingest import ingest
 
         return ingest(self, path, name, base=base, kind=kind, threads=threads, progress=progress)
+
+    def ingest_zarr(self, group: Any, as_: str, **options: Any) -> IngestReport:
+        """Take in the arrays of a Zarr group as a model; see `mergefs.serve.zarr_ingest.ingest_zarr`."""
+        from mergefs.serve.zarr_ingest import ingest_zarr
+
+        return ingest_zarr(self, group, as_, **options)
 
     def plan(
         self, recipe: Recipe, *, seed: int = 0, save: bool = True, strict_shapes: bool = False, **aim: Any
@@ -139,11 +149,11 @@ class Repository(Store):
         return mount(self.path, name, Path(directory), **options)
 
     def export(self, name: str, directory: str | Path, **options: Any) -> ExportReport:
-        """Write a model as an ordinary directory; see `mergefs.serve.export.export`."""
+        """Write a model as an ordinary directory, here or at a URL; see `mergefs.serve.export.export`."""
         from mergefs.serve.export import export
 
         with self.view(name) as view:
-            return export(view, Path(directory), **options)
+            return export(view, directory, **options)
 
     def gc(self, *, dry_run: bool = False, **options: Any) -> GcReport:
         """Free what nothing needs; see `mergefs.gc.collect`."""

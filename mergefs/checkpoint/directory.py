@@ -20,7 +20,11 @@ SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+ZARR_ROOTS = ("zarr.json", ".zgroup", ".zmetadata")
+"""Files of which a folder has one where it is a Zarr group's."""
+
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_WEIGHTS = (SUFFIX, *_PICKLES, ".gguf", ".onnx", ".h5", ".msgpack", ".npy", ".npz")
 # Bookkeeping of `git clone` and of `hf download --local-dir`, not part of the model.
 _SKIPPED = (".git", ".cache")
 _AGAIN = "download or save the checkpoint again"
@@ -103,6 +107,31 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if stat.S_ISREG(mode) and root.suffix == SUFFIX:
         return _open_file(root)
     raise CheckpointError(f"{where} is not a checkpoint: it is neither a folder nor a {SUFFIX} file")
+
+
+def is_zarr(path: str | Path) -> bool:
+    """Tell whether a folder is a Zarr group's, and no Hugging Face directory that also has such a file."""
+    try:
+        names = set(os.listdir(path))
+    except (OSError, ValueError):
+        return False
+    return any(name in names for name in ZARR_ROOTS) and not any(name.endswith(SUFFIX) for name in names)
+
+
+def companions(folder: Path) -> dict[str, Path]:
+    """Return the files at the top of a folder that belong to a model besides its weights, by their names: neither
+    weights of any form, nor hidden, nor Zarr's.
+
+    Raises:
+        CheckpointError: when the folder cannot be listed, or something there has a name that cannot be printed.
+    """
+    found = {}
+    for entry in _listing(folder):
+        _check_name(entry.name, shown(entry.path))
+        is_other = entry.name.startswith(".") or entry.name in ZARR_ROOTS or entry.name == INDEX
+        if not is_other and not entry.name.endswith(_WEIGHTS) and entry.is_file():
+            found[entry.name] = Path(entry.path)
+    return found
 
 
 def _open_file(path: Path) -> Checkpoint:

@@ -11,6 +11,7 @@ from mergefs.repository import Repository
 from mergefs.units import format_size
 
 _KINDS = {"model": "", "adapter": ", a LoRA adapter (recipes name it as BASE+NAME)", "delta": ", a delta"}
+_FORMATS = {"safetensors": "", "zarr": ", from a Zarr group"}
 
 
 @click.command()
@@ -29,7 +30,7 @@ _KINDS = {"model": "", "adapter": ", a LoRA adapter (recipes name it as BASE+NAM
 def ingest(
     repo: str | None, checkpoint: str, name: str, base: str | None, kind: str, threads: int | None, as_json: bool
 ) -> None:
-    """Take in CHECKPOINT: a Hugging Face directory, or a safetensors file."""
+    """Take in CHECKPOINT: a Hugging Face directory, a safetensors file, or the folder of a Zarr group."""
     keep_freed_memory()
     with repository(repo) as opened, progress("ingesting") as tell:
         report = opened.ingest(checkpoint, name, base=base, kind=kind, threads=threads, progress=tell)
@@ -39,7 +40,8 @@ def ingest(
         report,
         as_json,
         lambda: (
-            f"{name} is {report.manifest[:12]}{_KINDS[report.kind]}: {format_size(report.raw_bytes)} took"
+            f"{name} is {report.manifest[:12]}{_KINDS[report.kind]}{_FORMATS[report.format]}:"
+            f" {format_size(report.raw_bytes)} took"
             f" {format_size(report.stored_bytes)}{share}, {report.blocks_new} new blocks and"
             f" {report.blocks_reused} that were there, in {report.seconds:.1f} s{moved}"
         ),

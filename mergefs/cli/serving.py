@@ -113,18 +113,45 @@ def _row(mount: MountState) -> tuple[str, ...]:
 @click.command()
 @click.argument("ref")
 @click.argument("directory")
+@click.option("--shard-size", metavar="SIZE", help="Put the weights into shards of at most SIZE, such as 5GB.")
+@click.option("--dtype", help="Convert float tensors: bfloat16, float16 or float32.")
+@click.option("--verify", is_flag=True, help="Read everything again and compare it.")
 @threads_option
 @json_option
 @click.pass_obj
-def export(repo: str | None, ref: str, directory: str, threads: int | None, as_json: bool) -> None:
-    """Write the model REF as an ordinary Hugging Face directory."""
+def export(
+    repo: str | None,
+    ref: str,
+    directory: str,
+    shard_size: str | None,
+    dtype: str | None,
+    verify: bool,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Write the model REF as an ordinary Hugging Face directory.
+
+    DIRECTORY is a new folder, or the URL of one that fsspec can write to. An export that was interrupted goes on when
+    it is given once more.
+    """
     keep_freed_memory()
     with repository(repo) as opened, progress("exporting") as tell:
-        report = opened.export(ref, directory, threads=threads, progress=tell)
+        report = opened.export(
+            ref,
+            directory,
+            shard_size=None if shard_size is None else parse_size(shard_size),
+            dtype=dtype,
+            verify=verify,
+            threads=threads,
+            progress=tell,
+        )
+    kept = f" ({report.files_kept} of them were there from before)" if report.files_kept else ""
+    verified = ", read back and found right," if report.verified else ""
     emit(
         report,
         as_json,
         lambda: (
-            f"wrote {report.files} files, {format_size(report.bytes)}, to {report.directory} in {report.seconds:.1f} s"
+            f"wrote {report.files} files{kept}, {format_size(report.bytes)}, to {report.directory}{verified}"
+            f" in {report.seconds:.1f} s"
         ),
     )

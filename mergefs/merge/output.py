@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mergefs.blocks.reader import BlockReader, Kind
+from mergefs.checkpoint.companions import encoded, set_dtype, set_total_size
 from mergefs.checkpoint.safetensors import build_header
+from mergefs.dtypes import DTYPES
 from mergefs.errors import CorruptionError
 from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData
 from mergefs.merge.derive import output_dtype
@@ -50,7 +52,7 @@ class Output:
         )
         by_name = {tensor.name: tensor for tensor in tensors}
         plan = self._plan
-        files = {file.path: self._file(file, by_name) for file in self._base.files if _is_carried(file)}
+        files = {file.path: self._file(file, by_name) for file in self._base.files if is_carried(file)}
         if plan.tokenizer is not None:
             files = {path: file for path, file in files.items() if not is_tokenizers(path)}
             files |= {file.path: file for file in plan.tokenizer}
@@ -78,7 +80,7 @@ class Output:
             return self._rewritten(file, self._retype_config)
         if self.retyped and file.path == _WEIGHT_INDEX:
             size = sum(tensor.nbytes for tensor in tensors.values())
-            return self._rewritten(file, lambda index: _set_total_size(index, size))
+            return self._rewritten(file, lambda index: set_total_size(index, size))
         return file
 
     def _weights(self, file: FileRecipe, tensors: list[Tensor]) -> FileRecipe:
@@ -100,14 +102,12 @@ class Output:
             change(value)
         except (ValueError, AttributeError, TypeError):
             return file  # not what transformers would write: left alone
-        data = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+        data = encoded(value)
         return FileRecipe(file.path, len(data), None, (self._store_blob(data),))
 
     def _retype_config(self, config: dict[str, Any]) -> None:
         assert self._plan.dtype is not None
-        name = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[self._plan.dtype]
-        for key in [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]:
-            config[key] = name
+        set_dtype(config, DTYPES[self._plan.dtype])
 
     def _content(self, file: FileRecipe) -> bytes:
         return b"".join(bytes(self._reader.read(bytes.fromhex(blob.block), Kind.METADATA)) for blob in _blobs(file))
@@ -121,7 +121,7 @@ def _is_weights(file: FileRecipe) -> bool:
     return any(isinstance(segment, TensorData) for segment in file.segments)
 
 
-def _is_carried(file: FileRecipe) -> bool:
+def is_carried(file: FileRecipe) -> bool:
     """Tell whether a file of the base belongs to the merge: not its model card, nor other forms of its weights."""
     if _is_weights(file) or ("/" not in file.path and file.path.endswith(".safetensors")):
         return True
@@ -129,7 +129,3 @@ def _is_carried(file: FileRecipe) -> bool:
     if name in _NOT_CARRIED or name.endswith(_OTHER_WEIGHTS):
         return False
     return not name.endswith(".index.json") or file.path == _WEIGHT_INDEX
-
-
-def _set_total_size(index: dict[str, Any], size: int) -> None:
-    index["metadata"]["total_size"] = size

@@ -1,28 +1,33 @@
-"""Export: a model becomes an ordinary directory, byte for byte what it was ingested or merged as."""
+"""Export: a model becomes an ordinary directory, byte for byte what it was ingested or merged as, or in other shards or
+another dtype."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
-import shutil
+import json
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from mergefs.errors import CorruptionError, DestinationError, MergefsError
-from mergefs.hashing import Buffer
+from mergefs.hashing import Buffer, hex_digest
 from mergefs.manifest import safe_path
 from mergefs.pipeline import available_cores, ordered
-from mergefs.serve.view import FileInfo, View
-from mergefs.units import format_size
+from mergefs.serve.destination import Destination, opened
+from mergefs.serve.layout import OutputFile, Part, lay_out, output_dtype
+from mergefs.serve.view import View
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
+
+FILES_AT_ONCE = 4
+_FEW = 4
+"""A file of no more blocks is decoded by the thread that writes it."""
 
 
 @dataclass(frozen=True)
@@ -31,173 +36,171 @@ class ExportReport:
 
     Attributes:
         directory: where the model is now.
-        files, bytes: how much was written.
+        files, bytes: how much is there.
+        files_kept: how many of these an earlier, interrupted export had written.
+        verified: whether all was read again and compared.
         seconds: wall time.
     """
 
-    directory: Path
+    directory: Path | str
     files: int
     bytes: int
+    files_kept: int
+    verified: bool
     seconds: float
 
 
 def export(
-    view: View, directory: Path, *, threads: int | None = None, progress: Progress | None = None
+    view: View,
+    directory: str | Path,
+    *,
+    shard_size: int | None = None,
+    dtype: str | None = None,
+    verify: bool = False,
+    threads: int | None = None,
+    storage_options: dict[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> ExportReport:
-    """Write a model's files into a directory that appears at its name only when it is whole.
+    """Write a model's files into a directory that is a model when all of it is there, and not before.
+
+    An export that was interrupted goes on where it stopped when the same is exported to the same place again: files
+    that it had finished are not written anew.
 
     Args:
         view: the model.
-        directory: absent, or an empty folder; missing folders above it are made.
+        directory: absent, or an empty folder; missing folders above it are made. A text with `://` is a URL for fsspec.
+        shard_size: the most bytes of tensors in a file of weights; see `mergefs.serve.layout.lay_out`.
+        dtype: `bfloat16`, `float16` or `float32`, for all float tensors.
+        verify: read everything again and compare it.
         threads: how many to decode with; all cores by default.
+        storage_options: for fsspec, with a URL.
         progress: told how far it is.
 
     Raises:
-        DestinationError: when the directory holds anything or cannot be written; nothing of it is left then.
-        CorruptionError: when a block is missing or damaged, or a file has another SHA-256 than it should.
+        DestinationError: when the directory holds anything or cannot be written; what was finished is kept, hidden,
+            where that can be gone on with.
+        CorruptionError: when a block is missing or damaged, or a file has another SHA-256 than it should; nothing is
+            left then.
+        UserError: when the model cannot have such shards or dtype.
     """
     began = time.monotonic()
-    files = list(view.files.values())
+    converted = output_dtype(dtype)
+    files = lay_out(view, shard_size, converted)
     for file in files:
         if not safe_path(file.path):
             raise CorruptionError(f"the model {view.manifest_id[:12]} has a file of the unsafe name {file.path!r}")
     total = sum(file.size for file in files)
-    with _appearing(directory, total) as folder:
-        sums = _write_files(view, files, folder, threads or available_cores(), _Told(progress, total))
+    key = hex_digest(json.dumps([view.manifest_id, shard_size, converted.name if converted else None]).encode())[:16]
+    told = _Told(progress, total)
+    sums: dict[str, str] = {}
+    with opened(directory, key, files, storage_options) as destination:
+        missing = [file for file in files if not destination.has(file)]
+        told.add(total - sum(file.size for file in missing))
+        sums = _write_all(missing, destination, threads or available_cores(), told)
+        if verify:
+            _verify(files, destination, sums)
     for file in files:
-        if file.sha256 is None:
+        if file.is_stored and file.sha256 is None and file.path in sums:
             _remember(view, file.path, sums[file.path])
-    return ExportReport(directory, len(files), total, time.monotonic() - began)
+    return ExportReport(directory, len(files), total, len(files) - len(missing), verify, time.monotonic() - began)
 
 
 class _Told:
-    """Adds up the bytes that are done and tells them on."""
+    """Adds up the bytes that are done and tells them on; also tells those who do them to stop."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress = progress
         self._total = total
         self._done = 0
+        self._lock = threading.Lock()
+        self.stopping = threading.Event()
 
     def add(self, size: int) -> None:
-        self._done += size
-        if self._progress:
-            self._progress(self._done, self._total)
+        if self.stopping.is_set():
+            raise InterruptedError
+        with self._lock:
+            self._done += size
+            if self._progress and size:
+                self._progress(self._done, self._total)
 
 
-def _write_files(view: View, files: list[FileInfo], folder: Path, threads: int, told: _Told) -> dict[str, str]:
-    """Write every file below `folder` and return their SHA-256 by path."""
-    counts = {file.path: view.file_parts(file.path) for file in files}
-    parts = ((path, number) for path, count in counts.items() for number in range(count))
-    sums = {}
-    # One pipeline runs through all files, so that the next file is decoded while this one reaches the disk.
-    buffers = ordered(lambda part: view.part(*part), parts, threads=threads, window=2 * threads + 2)
-    with closing(cast("Generator[Buffer]", buffers)):
-        for file in files:
-            sums[file.path] = _write_file(file, folder, islice(buffers, counts[file.path]), told)
-    for path in {folder, *(parent for file in files for parent in _parents(folder, file.path))}:
-        _flush_folder(path)
-    return sums
+def _write_all(files: list[OutputFile], destination: Destination, threads: int, told: _Told) -> dict[str, str]:
+    """Write files, several at once, and return their SHA-256 by path."""
+
+    at_once = min(FILES_AT_ONCE, threads, len(files))
+    # Small files need no threads of their own, and large ones share them, so that memory is the same for any number.
+    large = min(sum(len(file.parts) > _FEW for file in files), at_once)
+    each = min(threads, max(2, -(-threads // max(1, large))))
+
+    def write(file: OutputFile) -> tuple[str, str]:
+        told.add(0)
+        return file.path, _write_one(file, destination, each, told)
+
+    if at_once < 2:
+        return dict(map(write, files))
+    # The configuration comes last, and alone: with it a folder looks like a model.
+    *most, last = files
+    with ThreadPoolExecutor(at_once, thread_name_prefix="mergefs-export") as pool:
+        running = [pool.submit(write, file) for file in most]
+        try:
+            sums = dict(future.result() for future in as_completed(running))
+        except BaseException:
+            told.stopping.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return {**sums, **dict([write(last)])}
 
 
-def _write_file(file: FileInfo, folder: Path, buffers: Iterable[Buffer], told: _Told) -> str:
-    target = folder / file.path
+def _write_one(file: OutputFile, destination: Destination, threads: int, told: _Told) -> str:
+    """Write a file and return its SHA-256."""
+    buffers: Iterator[Buffer] = map(_call, file.parts)
+    if len(file.parts) > _FEW:
+        buffers = ordered(_call, file.parts, threads=threads, window=2 * threads + 2)
     sha256 = hashlib.sha256()
+    with closing(_checked(file, buffers, sha256, told)) as checked:
+        destination.write(file, checked)
+    return sha256.hexdigest()
+
+
+def _call(part: Part) -> Buffer:
+    return part()
+
+
+def _checked(file: OutputFile, buffers: Iterator[Buffer], sha256: Any, told: _Told) -> Generator[Buffer]:
+    """Pass a file's bytes on, and raise at their end when they are not right, before they are taken for a file."""
     size = 0
-    with _writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for buffer in buffers:
             sha256.update(buffer)
             size += len(buffer)
-            with _writing(target):
-                _write(descriptor, buffer)
+            yield buffer
             told.add(len(buffer))
-        with _writing(target):
-            os.fsync(descriptor)
     finally:
-        os.close(descriptor)
-    found = sha256.hexdigest()
-    if size != file.size or file.sha256 not in (None, found):
+        if isinstance(buffers, Generator):
+            buffers.close()
+    if size != file.size or file.sha256 not in (None, sha256.hexdigest()):
         raise CorruptionError(f"the file {file.path} comes out with another SHA-256 than it was stored with")
-    return found
 
 
-def _write(descriptor: int, buffer: Buffer) -> None:
-    data = memoryview(buffer)
-    while data:
-        data = data[os.write(descriptor, data) :]
+def _verify(files: list[OutputFile], destination: Destination, written: dict[str, str]) -> None:
+    """Compare what was written with what should be there, and remove what is something else.
+
+    Raises:
+        DestinationError: when something was.
+    """
+    wrong = [f for f in files if destination.sha256(f.path) != (written.get(f.path) or f.sha256 or _sum(f.parts))]
+    for file in wrong:
+        destination.remove(file.path)
+    if wrong:
+        names = ", ".join(file.path for file in wrong)
+        raise DestinationError(f"{names}: other bytes are read than were written, so the disk or network is at fault")
 
 
-@contextmanager
-def _appearing(directory: Path, size: int) -> Iterator[Path]:
-    """Give a folder to fill that becomes `directory` when the block ends well, and is gone otherwise."""
-    destination = Path(os.path.realpath(directory))
-    _check_destination(destination, directory)
-    made = [parent for parent in destination.parents if not parent.exists()]
-    part = destination.parent / f".{destination.name[:200]}.part-{secrets.token_hex(4)}"
-    try:
-        with _writing(directory):
-            part.parent.mkdir(parents=True, exist_ok=True)
-            _check_space(part.parent, size)
-            part.mkdir()
-        yield part
-        with _writing(directory):
-            if destination.exists():
-                shutil.copymode(destination, part)
-            # Replaces an empty folder and fails on anything else that has come to be there meanwhile.
-            os.rename(part, destination)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        for parent in made:
-            with suppress(OSError):
-                parent.rmdir()
-        raise
-    with suppress(OSError):
-        _flush_folder(destination.parent)
-
-
-def _check_destination(destination: Path, asked: Path) -> None:
-    with _writing(asked):
-        if not destination.exists():
-            return
-        if not destination.is_dir() or any(destination.iterdir()):
-            raise DestinationError(f"{asked} is not an empty folder: name one that does not exist yet")
-        if destination.is_mount() or destination == Path.cwd():
-            raise DestinationError(f"{asked} is a mount point or the current folder: name a new folder inside it")
-
-
-def _check_space(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise DestinationError(
-            f"the model has {format_size(size)}, and {folder} has only {format_size(free)} of free space"
-        )
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into a DestinationError."""
-    try:
-        yield
-    except OSError as error:
-        raise DestinationError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _parents(folder: Path, path: str) -> Iterator[Path]:
-    for parent in (folder / path).parents:
-        if parent == folder:
-            return
-        yield parent
-
-
-def _flush_folder(folder: Path) -> None:
-    with _writing(folder):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _sum(parts: Iterable[Part]) -> str:
+    sha256 = hashlib.sha256()
+    for part in parts:
+        sha256.update(part())
+    return sha256.hexdigest()
 
 
 def _remember(view: View, path: str, sha256: str) -> None:

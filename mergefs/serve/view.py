@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
@@ -188,6 +187,14 @@ class View:
         """Return how many blocks and blobs a file has."""
         return len(self._layout(self._file(path))[1])
 
+    def starts(self, path: str) -> Sequence[int]:
+        """Return where in a file each of its blocks and blobs begins.
+
+        Raises:
+            NotFoundError: when there is no such file.
+        """
+        return self._layout(self._file(path))[0]
+
     def part(self, path: str, number: int) -> Buffer:
         """Return one block or blob of a file, past the cache."""
         return self._make(self._layout(self._file(path))[1][number])
@@ -204,6 +211,11 @@ class View:
         first, stop = tensor.grid(self.manifest.block_elements).extent(number)
         size = (stop - first) * tensor.dtype.itemsize
         return self._bytes(_Part(0, size, tensor.blocks[number], tensor, number))
+
+    def fresh_block(self, tensor: Tensor, number: int) -> Buffer:
+        """Return the bytes of one block of a tensor, past the cache."""
+        first, stop = tensor.grid(self.manifest.block_elements).extent(number)
+        return self._make(_Part(0, (stop - first) * tensor.dtype.itemsize, tensor.blocks[number], tensor, number))
 
     def tensor_bytes(self, name: str) -> bytearray:
         """Return all bytes of a tensor.
@@ -233,9 +245,30 @@ class View:
             return torch.empty(tensor.shape, dtype=tensor.dtype.torch)
         return torch.frombuffer(self.tensor_bytes(name), dtype=tensor.dtype.torch).reshape(tensor.shape)
 
-    def state_dict(self, pattern: str = "*") -> dict[str, torch.Tensor]:
-        """Return the tensors whose names match a shell pattern, by name."""
-        return {name: self.tensor(name) for name in self.tensors if fnmatch.fnmatchcase(name, pattern)}
+    def state_dict(
+        self,
+        tensors: str | Iterable[str] = "*",
+        *,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype | None = None,
+        threads: int | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return tensors by name. Blocks are decoded straight into their memory, so that there is no second copy.
+
+        Args:
+            tensors: a shell pattern of names, such as `model.layers.0.*`, or the names.
+            device: where the tensors are to be.
+            dtype: what float tensors are converted to, block by block; others stay as they are.
+            threads: how many to decode with; all cores by default.
+
+        Raises:
+            NotFoundError: when there is no tensor of one of the names.
+            UserError: when the dtype is not one of floats.
+            CorruptionError: when a block is missing or damaged.
+        """
+        from mergefs.serve.torch_tensors import load
+
+        return load(self, tensors, device=device, dtype=dtype, threads=threads)
 
     # -- inside --------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
-from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
 from mergefs import hashing
 from mergefs.blocks.geometry import Grid
@@ -77,6 +77,18 @@ class ReadOnlyStore(Store):
         selected = _selection(byte_range)
         value = await self._aside(self._value, key)
         return None if value is None else prototype.buffer.from_bytes(selected(memoryview(value)))
+
+    def get_sync(
+        self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """Do what `get` does, on this thread.
+
+        Raises: see `get`.
+        """
+        selected = _selection(byte_range)
+        value = self._value(key)
+        made = prototype or default_buffer_prototype()
+        return None if value is None else made.buffer.from_bytes(selected(memoryview(value)))
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -229,8 +241,10 @@ class ModelStore(ReadOnlyStore):
     there is nothing before or behind it. Slashes, backslashes and percent signs in a name are written `%2F`,
     `%5C` and `%25`; so are, as `%2E`, the dots of a folder that would be `zarr.json` or nothing but dots.
 
-    Each array has the attributes `name` and `dtype` of its tensor; the root group's is `manifest`, the id.
-    Chunks at the end of the cut axis are filled up with zeros, as Zarr wants them. Bytes are not compressed.
+    Each array has the attributes `name` and `dtype` of its tensor; the root group's is `manifest`, the id. The
+    dimensions are named `NAME[0]`, `NAME[1]`, ..., no two of them the same, as those of different tensors have nothing
+    to do with each other. Chunks at the end of the cut axis are filled up with zeros, as Zarr wants them. Bytes are not
+    compressed.
 
     Args:
         view: the model. Closing the store closes it.
@@ -401,6 +415,7 @@ def _array_metadata(tensor: Tensor, grid: Grid) -> dict[str, Any]:
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": zero,
         "codecs": [{"name": "bytes", **endian}],
+        "dimension_names": [f"{tensor.name}[{axis}]" for axis in range(len(tensor.shape))],
         "attributes": {"name": tensor.name, "dtype": tensor.dtype.name},
     }
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import mergefs.serve.export as module
+import mergefs.serve.destination as module
 from mergefs.errors import CorruptionError, DestinationError, MergefsError
 from mergefs.manifest import FileRecipe, Manifest
 from mergefs.repository import Repository
@@ -151,7 +151,7 @@ def test_a_full_disk_leaves_nothing(view: View, tmp_path: Path, monkeypatch: pyt
     def full(descriptor: int, buffer: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "_write", full)
+    monkeypatch.setattr(module, "write", full)
     with pytest.raises(DestinationError, match="No space left"):
         export(view, tmp_path / "new" / "out")
     assert sorted(os.listdir(tmp_path)) == ["model", "repo"]
