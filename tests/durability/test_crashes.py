@@ -163,7 +163,7 @@ def test_a_crash_at_some_moments(name: str, folder: Path) -> None:
     assert _try_all(name, folder, QUICK) > 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_a_crash_at_any_moment(name: str, folder: Path, record_property: Callable[[str, object], None]) -> None:
     tried = _try_all(name, folder, None)

@@ -117,7 +117,7 @@ def test_some_damage(sound: tuple[Path, dict[str, dict[str, str]]], tmp_path: Pa
     _check(_matrix(sound, tmp_path / "damaged", range(20)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_thousand_times_damage(sound: tuple[Path, dict[str, dict[str, str]]], tmp_path: Path) -> None:
     outcomes = _matrix(sound, tmp_path / "damaged", range(1000, 2000))
     print(f"damage, served wrong 0: {dict(sorted(outcomes.items()))}")
