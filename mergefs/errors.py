@@ -43,6 +43,10 @@ class RefNameError(UserError):
     """A ref's name is malformed."""
 
 
+class RefMovedError(UserError):
+    """A ref names another model than when a session of it was begun."""
+
+
 class NotFoundError(UserError):
     """A ref, manifest, plan, file or tensor that was named does not exist."""
 

@@ -26,6 +26,7 @@ from mergefs.errors import (
     MergefsError,
     NotARepositoryError,
     NotFoundError,
+    RefMovedError,
     RefNameError,
     UserError,
 )
@@ -198,6 +199,7 @@ class Store:
         *,
         extra: Publication = (),
         plan: tuple[str, bytes] | None = None,
+        expecting: str | None = None,
     ) -> str | None:
         """Make a manifest durable, then visible under a name, in one catalog transaction.
 
@@ -207,9 +209,13 @@ class Store:
             entry: what the catalog is to say of it besides its time.
             extra: further puts for the same transaction.
             plan: id and canonical form of the plan that it came from.
+            expecting: the id of the manifest that the ref has to name until now; any when None.
 
         Returns:
             The id of the manifest that the ref named before, or None.
+
+        Raises:
+            RefMovedError: when the ref names neither what was expected nor this manifest.
         """
         check_ref_name(name)
         objects = [(manifest_name(manifest.id), manifest.encoded)]
@@ -218,6 +224,8 @@ class Store:
         self._put_all(objects)
 
         def commit(txn: Transaction) -> str | None:
+            if expecting is not None:
+                _check_unmoved(txn, name, {expecting, manifest.id})
             # Once more inside the transaction, where gc cannot be: it may have taken equal objects for dead.
             self._put_all(objects)
             _check_whole(txn, manifest)
@@ -433,6 +441,14 @@ def _check_whole(txn: Transaction, manifest: Manifest) -> None:
         for identity in (manifest.lineage.base, *manifest.lineage.experts):
             if identity is not None and get_manifest(txn, identity) is None:
                 raise BlocksCollectedError(f"model {identity} was collected before its merge was published")
+
+
+def _check_unmoved(txn: Transaction, name: str, allowed: set[str]) -> None:
+    value = txn.get("refs", name.encode())
+    now = None if value is None else str(json.loads(value)["manifest"])
+    if now not in allowed:
+        what = "was removed" if now is None else f"names {now[:12]} now"
+        raise RefMovedError(f"'{name}' {what}: commit under another name, or overrule with --force")
 
 
 Publication = Sequence[tuple[str, bytes, bytes]]

@@ -10,9 +10,9 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from mergefs.blocks.reader import ReadCounter
-from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
+from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError
 from mergefs.merge.expert import FACTOR_SHARE, FactorCache
-from mergefs.merge.lazy import load_plan
+from mergefs.merge.lazy import load_plan, merge_plan
 from mergefs.merge.run import DEFAULT_MEMORY, Figures, MergeReport, Progress, Run
 from mergefs.planner.aim import Aim
 from mergefs.planner.check import check_plan
@@ -166,9 +166,7 @@ def materialize(
     if name not in store.refs():
         raise NotFoundError(f"'{name}' is a manifest's id: name a ref, which then names the stored model")
     manifest = store.manifest(identity)
-    if manifest.lineage.plan is None:
-        raise UserError(f"'{name}' is a checkpoint, not a merge: there is nothing to materialize")
-    plan = load_plan(store, manifest.lineage.plan)
+    plan = load_plan(store, merge_plan(manifest, name, "there is nothing to materialize"))
     counter = ReadCounter(plan.budget)
     entry = store.manifest_entry(identity)
     with store.lease("materialize", {identity, plan.base, *plan.experts}) as lease:
@@ -221,9 +219,7 @@ def refine(
     target = new_name or name
     check_ref_name(target)
     manifest = store.manifest(identity)
-    if manifest.lineage.plan is None:
-        raise UserError(f"'{name}' is a checkpoint, not a merge: there is nothing to refine")
-    before = load_plan(store, manifest.lineage.plan)
+    before = load_plan(store, merge_plan(manifest, name, "there is nothing to refine"))
     recipe = Recipe.parse(before.recipe)
     models = Models(
         before.base,
