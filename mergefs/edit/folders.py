@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from mergefs.edit.journal import flush_folder
-from mergefs.errors import CorruptionError, NotFoundError, UserError
+from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, UserError
 from mergefs.hashing import is_hex, is_hex_id
-from mergefs.store import Store
+from mergefs.store import Store, check_ref_name
 
 SESSIONS = "sessions"
 FORMAT = "mergefs-session"
@@ -155,6 +155,34 @@ def find(store: Store, text: str | os.PathLike[str]) -> str:
     )
 
 
+def check_commit(store: Store, info: SessionInfo, as_: str | None, *, force: bool) -> str:
+    """Return the name that a session is to be committed under, checked before anything is done.
+
+    Args:
+        store: the repository.
+        info: the session.
+        as_: the name; by default the one that the model was opened by.
+        force: whether somebody else's move of that name counts for nothing.
+
+    Raises:
+        UserError: when there is no name, or it is malformed.
+        RefMovedError: when a commit would undo somebody else's.
+    """
+    name = as_ or info.ref
+    if name is None:
+        raise UserError("the session was begun from a manifest's id: say the name of the result with --as")
+    check_ref_name(name)
+    now = store.refs().get(name)
+    # Where the process ended between the commit and the end of the session, it names the result already.
+    if name == info.ref and now not in (info.manifest, _result(_folder(store, info.id))) and not force:
+        what = "was removed" if now is None else f"names {now[:12]} now"
+        raise RefMovedError(
+            f"'{name}' {what}, and named {info.manifest[:12]} when the session was begun: commit under another name"
+            " with --as, or overrule with --force"
+        )
+    return name
+
+
 class Hold:
     """The right to a session, which one process at a time has until `release` or its end.
 
@@ -180,14 +208,6 @@ class Hold:
     def place(self, directory: Path) -> None:
         """Note where the session is mounted."""
         _write(self.folder / _PLACE, {"directory": str(directory), "pid": os.getpid()})
-
-    @property
-    def result(self) -> str | None:
-        """The id of the manifest that was going to be committed last; None where there was none."""
-        try:
-            return str(json.loads((self.folder / _RESULT).read_bytes())["manifest"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
     def note_result(self, manifest: str) -> None:
         """Note the id of a manifest that is about to be committed."""
@@ -223,6 +243,14 @@ def _folder(store: Store, identity: str) -> Path:
 def _directory(folder: Path) -> Path | None:
     try:
         return Path(json.loads((folder / _PLACE).read_bytes())["directory"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _result(folder: Path) -> str | None:
+    """Return the id of the manifest that was going to be committed last; None where there was none."""
+    try:
+        return str(json.loads((folder / _RESULT).read_bytes())["manifest"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

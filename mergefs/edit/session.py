@@ -15,10 +15,10 @@ from mergefs.edit.commit import make_manifest
 from mergefs.edit.content import Content
 from mergefs.edit.folders import Hold
 from mergefs.edit.tree import Tree
-from mergefs.errors import BlocksCollectedError, RefMovedError, UserError
+from mergefs.errors import BlocksCollectedError, UserError
 from mergefs.manifest import Manifest
 from mergefs.serve.view import View
-from mergefs.store import Store, check_ref_name
+from mergefs.store import Store
 
 CACHE_BYTES = 64 << 20
 _ATTEMPTS = 3
@@ -178,11 +178,7 @@ class Session:
         """
         self._check_open()
         began = time.monotonic()
-        name = as_ or self.ref
-        if name is None:
-            raise UserError("the session was begun from a manifest's id: say the name of the result with --as")
-        check_ref_name(name)
-        self.check_unmoved(name, force=force)
+        name = folders.check_commit(self._store, folders.read(self._store, self.id), as_, force=force)
         self.tree.sync()
         for attempt in range(_ATTEMPTS):
             try:
@@ -194,21 +190,6 @@ class Session:
         self._hold.remove()
         self._end()
         return report
-
-    def check_unmoved(self, name: str, *, force: bool = False) -> None:
-        """Check that a commit under a name would not undo somebody else's.
-
-        Raises:
-            RefMovedError: see `commit`.
-        """
-        now = self._store.refs().get(name)
-        # Where the process ended between the commit and the end of the session, it names the result already.
-        if name == self.ref and now not in (self.manifest_id, self._hold.result) and not force:
-            what = "was removed" if now is None else f"names {now[:12]} now"
-            raise RefMovedError(
-                f"'{name}' {what}, and named {self.manifest_id[:12]} when the session was begun: commit under another"
-                " name with --as, or overrule with --force"
-            )
 
     # -- inside --------------------------------------------------------------------------------------------
 
