@@ -91,7 +91,7 @@ def make_manifest(
     Raises:
         CheckpointError: when a file of weights is damaged, or the files make no checkpoint.
     """
-    headers = _headers(contents, scratch)
+    headers = read_headers(contents, scratch)
     work = _Work(store, writer, view, threads or available_cores())
     files, tensors = [], []
     for path, content in contents.items():
@@ -247,9 +247,13 @@ def _blob_bytes(source: FileRecipe) -> int:
     return sum(segment.size for segment in source.segments if isinstance(segment, Blob))
 
 
-def _headers(contents: Mapping[str, Content], scratch: Path) -> dict[str, Header | None]:
+def read_headers(contents: Mapping[str, Content], scratch: Path) -> dict[str, Header | None]:
     """Return the header of every file that holds weights: as an ingest of these files would find it, with all that it
     checks.
+
+    Args:
+        contents: the files by their paths.
+        scratch: a folder for small files.
 
     Raises:
         CheckpointError: when an ingest would refuse them.

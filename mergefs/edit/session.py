@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from mergefs.blocks.writer import BlockWriter
 from mergefs.edit import folders
 from mergefs.edit.commit import make_manifest
 from mergefs.edit.content import Content
 from mergefs.edit.folders import Hold
+from mergefs.edit.keys import Keys
 from mergefs.edit.tree import Tree
 from mergefs.errors import BlocksCollectedError, UserError
 from mergefs.manifest import Manifest
 from mergefs.serve.view import View
 from mergefs.store import Store
 
+if TYPE_CHECKING:
+    from mergefs.edit.filesystem import SessionFileSystem
+    from mergefs.edit.zarr_session import SessionStore
+
 CACHE_BYTES = 64 << 20
 _ATTEMPTS = 3
+_KEYS = "keys"
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Session:
         manifest_id: of the model that is being changed.
         ref: the name that the model was opened by, or None where it was an id.
         tree: its files.
+        keys: what was set and deleted through Zarr beside the tensors.
 
     Args:
         store: the repository.
@@ -94,7 +103,9 @@ class Session:
         except BaseException:
             self._hold.release()
             raise
+        self.keys = Keys(self._hold.folder / _KEYS)
         self._is_open = True
+        _open_sessions[store.path, identity] = self
 
     @classmethod
     def begin(cls, store: Store, name: str) -> Self:
@@ -137,7 +148,12 @@ class Session:
     @property
     def is_changed(self) -> bool:
         """Whether the files are not those of the model any more."""
-        return self.tree.is_changed
+        return self.tree.is_changed or bool(self.keys)
+
+    @property
+    def folder(self) -> Path:
+        """Where the session lies in the repository."""
+        return self._hold.folder
 
     @property
     def store(self) -> Store:
@@ -147,6 +163,18 @@ class Session:
     def placed(self, directory: Any) -> None:
         """Note where the session is mounted."""
         self._hold.place(directory)
+
+    def zarr(self) -> SessionStore:
+        """Return the tensors as a writable Zarr v3 store; see `mergefs.edit.zarr_session.SessionStore`."""
+        from mergefs.edit.zarr_session import SessionStore
+
+        return SessionStore(self)
+
+    def filesystem(self) -> SessionFileSystem:
+        """Return the files as a writable fsspec file system; see `mergefs.edit.filesystem.SessionFileSystem`."""
+        from mergefs.edit.filesystem import SessionFileSystem
+
+        return SessionFileSystem(self)
 
     def close(self) -> None:
         """Close the session; it can be resumed. Does nothing the second time."""
@@ -175,10 +203,15 @@ class Session:
             RefMovedError: when the name that the model was opened by was moved or removed meanwhile. The session goes
                 on, as after every error.
             CheckpointError: when a file of weights is damaged, or there is none.
+            UserError: when something was set through Zarr that no tensor can be.
         """
         self._check_open()
         began = time.monotonic()
         name = folders.check_commit(self._store, folders.read(self._store, self.id), as_, force=force)
+        if self.keys:
+            from mergefs.edit.zarr_commit import apply_keys
+
+            apply_keys(self)
         self.tree.sync()
         for attempt in range(_ATTEMPTS):
             try:
@@ -248,3 +281,17 @@ class Session:
     def _check_open(self) -> None:
         if not self._is_open:
             raise UserError(f"session {self.id} is over: begin another one")
+
+
+_open_sessions: weakref.WeakValueDictionary[tuple[Path, str], Session] = weakref.WeakValueDictionary()
+"""Those that this process has open, for what was pickled in it: nobody can open one twice."""
+
+
+def reopened(path: str, identity: str) -> Session:
+    """Return a session that this process has open, or resume it.
+
+    Raises:
+        UserError: when another process has it open.
+    """
+    found = _open_sessions.get((Path(path), identity))
+    return found if found is not None and found.is_open else Session(Store.open(path), identity)

@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class Tree:
         self._next = 2
         self._doomed: list[Content] = []
         self._doomed_bytes = 0
+        self._replayed: dict[int, Content] = {}
         records = replay(folder / JOURNAL)
         if records:
             self._replay(records)
@@ -175,18 +176,28 @@ class Tree:
         Raises:
             OSError: when the name is malformed, the folder is not there or a folder is in the way.
         """
+        self.place_all([(file, path)])
+
+    def place_all(self, files: Sequence[tuple[Content, str]]) -> None:
+        """Give several files without names their paths, all of them or none, whatever happens to the process.
+
+        Raises:
+            OSError: see `place`.
+        """
         with self._lock:
-            if path in self._nodes:
-                self.file(path)
-            else:
-                self._check_new(path)
-            if self._sync:
-                file.sync()
-            self._journal.append("place", path, file.number, file.mtime, file.mode, file.size)
-            self._drop(path)
-            file.keep_journal(self._journal.append)
-            self._enter(path, file)
-            file.opened -= 1
+            for file, path in files:
+                if path in self._nodes:
+                    self.file(path)
+                else:
+                    self._check_new(path)
+                if self._sync:
+                    file.sync()
+            self._journal.append("place", [[path, f.number, f.mtime, f.mode, f.size] for f, path in files])
+            for file, path in files:
+                self._drop(path)
+                file.keep_journal(self._journal.append)
+                self._enter(path, file)
+                file.opened -= 1
             self._relieve()
 
     def forget(self, file: Content) -> None:
@@ -331,19 +342,16 @@ class Tree:
                 yield ["file", path, node.number, node.mtime, node.mode, node.size, node.base, node.kept, local]
 
     def _replay(self, records: list[Record]) -> None:
-        contents: dict[int, Content] = {}
         for name, *operands in records:
             if name == "write":
                 number, *rest = operands
-                contents[number].apply_write(*rest)
+                self._replayed[number].apply_write(*rest)
             elif name == "cut":
                 number, size = operands
-                contents[number].apply_cut(size)
+                self._replayed[number].apply_cut(size)
             else:
                 getattr(self, f"_replay_{name}")(*operands)
-                node = self._nodes.get(operands[0]) if isinstance(operands[0], str) else None
-                if isinstance(node, Content):
-                    contents[node.number] = node
+        self._replayed.clear()
 
     def _replay_next(self, number: int) -> None:
         self._next = number
@@ -362,12 +370,14 @@ class Tree:
         for first, stop in local:
             file.local.update(range(first, stop))
         self._enter(path, file)
+        self._replayed[number] = file
 
     def _replay_create(self, path: str, number: int, mtime: int, mode: int) -> None:
         self._replay_file(path, number, mtime, mode, 0, None, 0, [])
 
-    def _replay_place(self, path: str, number: int, mtime: int, mode: int, size: int) -> None:
-        self._replay_file(path, number, mtime, mode, size, None, 0, [])
+    def _replay_place(self, files: list[list[Any]]) -> None:
+        for path, number, mtime, mode, size in files:
+            self._replay_file(path, number, mtime, mode, size, None, 0, [])
 
     def _replay_remove(self, path: str) -> None:
         self._drop(path)
