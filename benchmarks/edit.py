@@ -106,7 +106,7 @@ def main() -> None:
         rows = np.arange(options.rows) + 1000
         results = {
             "mount": through_mount(repository, work, tensor, rows, 0.25),
-            # "zarr": through_zarr(repository, tensor, rows, 0.75),
+            "zarr": through_zarr(repository, tensor, rows, 0.75),
         }
         manifest_bytes = _manifest_bytes(repository)
     finally:
