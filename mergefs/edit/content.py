@@ -102,13 +102,14 @@ class Content:
             except OSError:
                 self._cut()
                 raise
+            # Before the journal: a flush that the journal is in then comes after the data.
+            self._touch()
             new = self.base is not None and not self.local.issuperset(range(first, last + 1))
             if new or size != self.size:
                 self._append("write", self.number, first if new else 0, last + 1 if new else 0, size)
             if new:
                 self.local.update(range(first, last + 1))
             self.size = size
-            self._touch()
         return len(data)
 
     def append(self, data: bytes | memoryview) -> int:
@@ -118,12 +119,12 @@ class Content:
     def truncate(self, size: int) -> None:
         """Cut the file, or make it longer with zeros."""
         with self._lock:
+            self._touch()
             if size != self.size:
                 # First the journal: a sparse file that is too long is cut when the session is opened again.
                 self._append("cut", self.number, size)
                 self.apply_cut(size)
                 self._cut()
-            self._touch()
 
     def sync(self) -> None:
         """Have what was written reach the disk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ Record = list[Any]
 """What a line holds: the name of a change and its operands, in JSON's types."""
 
 BEGIN = "begin"
+FLUSH = "flush"
 SYNC = "sync"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -37,6 +39,7 @@ class Journal:
         with open(new, "wb") as file:
             file.write(_line([BEGIN, boot_id()]))
             file.writelines(map(_line, records))
+            file.write(_line([FLUSH]) + _line([SYNC]))
             file.flush()
             if sync:
                 os.fsync(file.fileno())
@@ -53,10 +56,14 @@ class Journal:
             if written < len(line):
                 # A half line would hide what comes after it.
                 os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
-                raise OSError(28, "the session's journal cannot grow: the disk is full")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def begin_mark(self) -> None:
+        """Say that what was appended so far is about to be flushed; what comes from now on is not part of the mark."""
+        self.append(FLUSH)
 
     def mark(self) -> None:
-        """Say that everything so far, files included, is on the disk."""
+        """Say that everything before `begin_mark`, files included, is on the disk."""
         self.append(SYNC)
         if self._sync:
             os.fsync(self._descriptor)
@@ -77,7 +84,7 @@ def replay(path: Path) -> list[Record]:
     except FileNotFoundError:
         return []
     records: list[Record] = []
-    marked = 0
+    flushed = marked = 0
     same_boot = True
     for line in lines:
         record = _parse(line)
@@ -85,8 +92,10 @@ def replay(path: Path) -> list[Record]:
             break
         if record[0] == BEGIN:
             same_boot = record[1] == boot_id()
+        elif record[0] == FLUSH:
+            flushed = len(records)
         elif record[0] == SYNC:
-            marked = len(records)
+            marked = flushed
         else:
             records.append(record)
     return records if same_boot else records[:marked]

@@ -136,7 +136,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_open and kind is None and not self.is_changed:
+        if self._is_open and not self.is_changed:
             self.discard()
         self.close()
 

@@ -103,6 +103,10 @@ class Tree:
             raise _error(errno.EISDIR, path)
         return found
 
+    def is_at(self, path: str, file: Content) -> bool:
+        """Tell whether a file has this path."""
+        return self._nodes.get(path) is file
+
     def folder(self, path: str) -> Folder:
         """Return the folder at a path.
 
@@ -302,6 +306,7 @@ class Tree:
     def sync(self) -> None:
         """Have everything so far reach the disk."""
         with self._lock:
+            self._journal.begin_mark()
             if self._sync:
                 for node in self._nodes.values():
                     if isinstance(node, Content) and node.dirty:

@@ -75,10 +75,9 @@ class _Tensors:
         place = self.places[tensor.name]
         first, stop = tensor.grid(self.manifest.block_elements).extent(number)
         width = tensor.dtype.itemsize
-        content = self._session.tree.files().get(place.path)
-        if content is not place.content or content.size != place.size:
+        if not self._session.tree.is_at(place.path, place.content) or place.content.size != place.size:
             raise UserError(f"'{place.path}' was replaced since the Zarr store was made: make another one")
-        return content, place.start + first * width, (stop - first) * width
+        return place.content, place.start + first * width, (stop - first) * width
 
 
 class _Model(ModelStore):

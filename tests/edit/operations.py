@@ -25,6 +25,7 @@ MOST_OPEN = 12
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_long, ctypes.c_uint]
 
 
 class DifferenceError(AssertionError):
@@ -105,7 +106,11 @@ class Checker:
         _equal(found, set(self.files), "names")
         _equal(folders, self.folders, "folders")
         for path, data in self.files.items():
-            _same((self.root / path).read_bytes(), data.bytes, path)
+            with open(self.root / path, "rb") as file:
+                if self.random.random() < 0.5:
+                    _libc.sync_file_range(file.fileno(), 0, 0, 7)
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                _same(file.read(), data.bytes, path)
         for opened in self.open:
             _same(
                 os.pread(opened.fd, 2 * LARGEST, 0) if _readable(opened) else opened.data.bytes, opened.data.bytes, ""
@@ -227,6 +232,13 @@ class Checker:
         if opened is not None:
             self.random.choice([os.fsync, os.fdatasync])(opened.fd)
 
+    def _forget(self) -> None:
+        """Have the kernel forget what it has cached of a file, so that reads reach the file system."""
+        opened = self._any()
+        if opened is not None:
+            _libc.sync_file_range(opened.fd, 0, 0, 7)  # writes dirty pages, and waits for them
+            os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     # -- names ---------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
@@ -282,8 +294,10 @@ class Checker:
             del self.files[path]
 
     def _rename(self) -> None:
-        old = self.random.choice(sorted({*self.files, *self.folders}))
         new = self._new_path()
+        old = self.random.choice(sorted({*self.files, *self.folders}) or [new])
+        if old not in self.files and old not in self.folders:
+            return
         if old in self.files and self.files[old].is_fixed:
             return
         if new in self.files and self.files[new].is_fixed:
@@ -419,6 +433,7 @@ WEIGHTS = {
     "allocate": 1,
     "copy_range": 3,
     "sync": 2,
+    "forget": 8,
     "open": 10,
     "close": 5,
     "create": 4,

@@ -7,6 +7,7 @@ import errno
 import json
 import mmap
 import os
+import random
 import shutil
 import signal
 import stat
@@ -86,13 +87,17 @@ def refused(number: int, call: Callable[..., object], *args: object) -> None:
 def check(mounted: Mounted, seed: int, operations: int) -> None:
     """Run random operations on a mount, then unmount, resume, commit and serve, comparing after each."""
     weights = (mounted.model / WEIGHTS).read_bytes()
+    more = {f"{n}.bin": random.Random(n).randbytes(40_000 * n) for n in range(1, 8)}
+    for path, content in more.items():
+        (mounted.model / path).write_bytes(content)
+    mounted.repository.ingest(mounted.model, "model")
     session = mounted.edit()
-    checker = Checker(mounted.at, seed, {**FILES, WEIGHTS: weights}, {WEIGHTS: data_start(weights)})
+    checker = Checker(mounted.at, seed, {**FILES, **more, WEIGHTS: weights}, {WEIGHTS: data_start(weights)})
     try:
         checker.run(operations)
     finally:
         checker.close()
-    assert len(checker.done) == 21
+    assert len(checker.done) == 22
     umount(mounted.at)
     mounted.edit(None, resume=session)
     checker.verify()
