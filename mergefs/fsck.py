@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from mergefs.blocks.pack import NO_BASE, Record, hash_file, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.tables import Location, locations, ref_entries
-from mergefs.errors import CorruptionError, MergefsError
+from mergefs.edit.folders import identities
+from mergefs.edit.folders import read as read_session
+from mergefs.errors import CorruptionError, MergefsError, NotFoundError
 from mergefs.hashing import ID_BYTES
 from mergefs.manifest import Manifest
 from mergefs.merge.lazy import load_plan
@@ -25,7 +27,7 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        kind: `ref`, `manifest`, `plan`, `block`, `pack` or `derivation`.
+        kind: `ref`, `manifest`, `plan`, `block`, `pack`, `derivation` or `session`.
         name: the ref, or the id.
         message: what is wrong.
         affects: the refs whose models need it.
@@ -86,6 +88,8 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
         if identity not in manifests:
             checker.report("ref", name, f"it names manifest {identity}, which is not in the catalog", (name,))
     checker.check_copies()
+    for identity in identities(store):
+        checker.check_session(identity, manifests)
     # From here on gc may move blocks to other packs, and take those that no manifest needs; nothing else.
     with store.reading("fsck", manifests):
         checker.check_manifests(manifests)
@@ -122,6 +126,18 @@ class _Checker:
                 self.problems[place] = replace(known, affects=everything)
                 return
         self.problems.append(Problem(kind, name, message, affects))
+
+    def check_session(self, identity: str, manifests: Collection[str]) -> None:
+        """Check that a session can be resumed."""
+        try:
+            session = read_session(self._store, identity)
+        except NotFoundError:
+            return  # it ended just now
+        except MergefsError as error:
+            self.report("session", identity, str(error))
+            return
+        if session.manifest not in manifests:
+            self.report("session", identity, f"it changes manifest {session.manifest}, which is not in the catalog")
 
     def check_copies(self) -> None:
         """Check that the copy of each ref says the same, or what a command that was interrupted was about to do."""

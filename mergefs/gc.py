@@ -1,4 +1,4 @@
-"""Collecting what nothing needs: mark from refs and live leases, sweep blocks, packs, manifests and plans."""
+"""Collecting what nothing needs: mark from refs, sessions and live leases, sweep blocks, packs, manifests and plans."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mergefs.catalog.environment import Transaction
 from mergefs.catalog.facts import facts_of
 from mergefs.catalog.leases import claims, end_dead, leases
 from mergefs.catalog.tables import Location, closure, get_manifest, locations, ref_entries
+from mergefs.edit.folders import sessions
 from mergefs.errors import CorruptionError
 from mergefs.hashing import is_hex_id
 from mergefs.merge.remembered import forget_dead
@@ -51,7 +52,7 @@ class GcReport:
 
 
 def collect(store: Store, *, dry_run: bool = False, rewrite_above: float = REWRITE_ABOVE) -> GcReport:
-    """Free what neither a ref nor a live lease needs.
+    """Free what neither a ref, nor a session, nor a live lease needs.
 
     May run while others ingest, merge, read and mount: everything that decides runs in one catalog
     transaction, and readers that meet a pack that is gone look its blocks up again.
@@ -63,7 +64,7 @@ def collect(store: Store, *, dry_run: bool = False, rewrite_above: float = REWRI
             that holds a dead block.
 
     Raises:
-        CorruptionError: when a manifest that is needed cannot be read; nothing is freed then.
+        CorruptionError: when a manifest that is needed, or a session, cannot be read; nothing is freed then.
     """
     if dry_run:
         with store.catalog.read() as txn:
@@ -152,6 +153,7 @@ class _Collection:
         """Return the ids of the manifests and plans that are needed."""
         pending = [entry["manifest"] for _, entry in ref_entries(self._txn)]
         pending += [m for lease in leases(self._txn) if lease.alive for m in lease.manifests]
+        pending += [session.manifest for session in sessions(self._store)]
         live: set[str] = set()
         plans: set[str] = set()
         self._reach(pending, live, plans)

@@ -76,6 +76,8 @@ def lineage(store: Store, name: str) -> dict[str, Any]:
         "time": entry.get("time"),
         "base": _named(store, origin.base or entry.get("base")),
     }
+    if origin.parent is not None:
+        found["parent"] = _named(store, origin.parent)
     if origin.sources:
         found["sources"] = [_named(store, source) for source in origin.sources]
     if origin.plan is None:

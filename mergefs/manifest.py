@@ -142,12 +142,13 @@ class Lineage:
     """Where a manifest came from.
 
     Attributes:
-        kind: `checkpoint` (ingested), `merge`, or `fitted`: a model under the names and shapes of others, made so that
-            they can be merged.
+        kind: `checkpoint` (ingested), `merge`, `edit`, or `fitted`: a model under the names and shapes of others, made
+            so that they can be merged.
         plan, base, experts: the ids of a merge's plan, base manifest (None where it has none) and expert
-            manifests.
+            manifests; of an edited merge's where some blocks are still to be derived.
         models: the ids of a merge's models, the base first, where others were fitted from them; else ().
         sources: the ids of the models that a fitted one was made from.
+        parent: the id of the model that was edited.
     """
 
     kind: str
@@ -156,6 +157,7 @@ class Lineage:
     experts: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    parent: str | None = None
 
 
 @dataclass(frozen=True)
@@ -274,8 +276,12 @@ def _lineage_to_json(lineage: Lineage) -> dict[str, Any]:
         return {"kind": lineage.kind}
     if lineage.kind == "fitted":
         return {"kind": lineage.kind, "sources": list(lineage.sources)}
+    edited = {"parent": lineage.parent} if lineage.kind == "edit" else {}
+    if edited and lineage.plan is None:
+        return {"kind": lineage.kind, **edited}
     return {
         "kind": lineage.kind,
+        **edited,
         "plan": lineage.plan,
         "base": lineage.base,
         "experts": list(lineage.experts),
@@ -387,19 +393,28 @@ def _lineage(value: dict[str, Any]) -> Lineage:
     if value["kind"] == "fitted":
         _only(value, {"kind", "sources"})
         return Lineage("fitted", sources=tuple(_id(source) for source in _list(value["sources"])))
-    if value["kind"] != "merge":
+    parent = None
+    if value["kind"] == "edit":
+        parent = _id(value["parent"])
+        if "plan" not in value:
+            _only(value, {"kind", "parent"})
+            return Lineage("edit", parent=parent)
+    elif value["kind"] != "merge":
         raise ValueError(f"unknown kind {value['kind']!r}")
-    _only(value, {"kind", "plan", "base", "experts", *({"models"} & set(value))})
+    _only(value, {"kind", "plan", "base", "experts", *({"models", "parent"} & set(value))})
+    if (parent is None) != ("parent" not in value):
+        raise ValueError("a merge has no parent")
     base = value["base"]
     models = tuple(_id(model) for model in _list(value.get("models", [])))
     if "models" in value and not models:
         raise ValueError("an empty list of models")
     return Lineage(
-        "merge",
+        value["kind"],
         _id(value["plan"]),
         None if base is None else _id(base),
         tuple(_id(expert) for expert in _list(value["experts"])),
         models,
+        parent=parent,
     )
 
 
@@ -419,6 +434,8 @@ def _check(manifest: Manifest) -> None:
             _check_added(tensor, tensor.added)
     if manifest.is_lazy and manifest.lineage.plan is None:
         raise ValueError("blocks are to be derived, but there is no plan")
+    if manifest.lineage.kind == "edit" and (manifest.lineage.plan is not None) != manifest.is_lazy:
+        raise ValueError("an edit has a plan that no block needs")
     used: list[str] = []
     for file in manifest.files:
         size = 0

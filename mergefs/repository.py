@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mergefs.store import Store
 
 if TYPE_CHECKING:
+    from mergefs.edit.folders import SessionInfo
+    from mergefs.edit.session import Session
     from mergefs.fsck import FsckReport
     from mergefs.gc import GcReport
     from mergefs.ingest import IngestReport, Progress
@@ -147,6 +149,20 @@ class Repository(Store):
         from mergefs.serve.mount import mount
 
         return mount(self.path, name, Path(directory), **options)
+
+    def edit(self, name: str | None = None, *, resume: str | None = None) -> Session:
+        """Open a model for writing, or with `resume` go on with a session; see `mergefs.edit.session.Session`."""
+        from mergefs.edit.session import Session
+
+        if (name is None) == (resume is None):
+            raise TypeError("edit takes a model's name, or a session to resume")
+        return Session.begin(self, name) if name is not None else Session.resume(self, resume or "")
+
+    def sessions(self) -> list[SessionInfo]:
+        """Return the sessions that are neither committed nor discarded; see `mergefs.edit.folders.SessionInfo`."""
+        from mergefs.edit.folders import sessions
+
+        return list(sessions(self))
 
     def export(self, name: str, directory: str | Path, **options: Any) -> ExportReport:
         """Write a model as an ordinary directory, here or at a URL; see `mergefs.serve.export.export`."""

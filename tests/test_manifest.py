@@ -220,6 +220,13 @@ MALFORMED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a checkpoint with a plan": _set("lineage", "plan", ID),
     "a merge without a plan": _set("lineage", {"kind": "merge", "base": None, "experts": []}),
     "a merge with a plan that is no id": _set("lineage", {"kind": "merge", "plan": "x", "base": None, "experts": []}),
+    "an edit without a parent": _set("lineage", {"kind": "edit"}),
+    "an edit of what is no id": _set("lineage", {"kind": "edit", "parent": "x"}),
+    "an edit with half a plan": _set("lineage", {"kind": "edit", "parent": ID, "plan": ID}),
+    "an edit with a plan for nothing": _set(
+        "lineage", {"kind": "edit", "parent": ID, "plan": ID, "base": None, "experts": []}
+    ),
+    "a merge with a parent": _set("lineage", {"kind": "merge", "parent": ID, "plan": ID, "base": None, "experts": []}),
     "an unknown kind": _set("lineage", {"kind": "dream", "plan": ID, "base": None, "experts": []}),
     "a kind that is a number": _set("lineage", {"kind": 5, "plan": ID, "base": None, "experts": []}),
     "a tensor named by a number": lambda value: (

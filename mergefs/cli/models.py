@@ -170,6 +170,8 @@ def _lineage(found: dict[str, Any]) -> str:
     from mergefs.inspection import ago
 
     lines = [f"{found['kind']} {found['manifest'][:12]}, {ago(found['time'])}"]
+    if found.get("parent"):
+        lines.append(f"  of       {_model(found['parent'])}")
     if found.get("base"):
         lines.append(f"  base     {_model(found['base'])}")
     lines += [f"  expert   {_model(expert)}" for expert in found.get("experts", ())]

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
-from mergefs.errors import UserError
 from mergefs.manifest import Tensor
 from mergefs.merge.derive import base_scale, merged_values
-from mergefs.merge.lazy import load_plan
+from mergefs.merge.lazy import load_plan, merge_plan
 from mergefs.merge.sources import Sources
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.aim import Aim
@@ -65,10 +64,7 @@ def measure_error(
         CorruptionError: when a block that is needed is missing or damaged.
     """
     began = time.monotonic()
-    identity = store.manifest(store.resolve(name)).lineage.plan
-    if identity is None:
-        raise UserError(f"'{name}' is a checkpoint, not a merge: it has no error")
-    plan = load_plan(store, identity)
+    plan = load_plan(store, merge_plan(store.manifest(store.resolve(name)), name, "it has no error"))
     counter = ReadCounter()
     models = Models(plan.base, plan.experts, plan.baseless)
     with store.reading("report", models.all):

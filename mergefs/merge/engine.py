@@ -10,10 +10,10 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from mergefs.blocks.reader import ReadCounter, ReadTotals
-from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError, UserError
+from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError
 from mergefs.manifest import Manifest
 from mergefs.merge.expert import FACTOR_SHARE, FactorCache
-from mergefs.merge.lazy import load_plan
+from mergefs.merge.lazy import load_plan, merge_plan
 from mergefs.merge.run import DEFAULT_MEMORY, BlockCounts, Figures, MergeReport, Progress, Run
 from mergefs.planner.aim import Aim
 from mergefs.planner.check import check_plan
@@ -167,12 +167,11 @@ def materialize(
     if name not in store.refs():
         raise NotFoundError(f"'{name}' is a manifest's id: name a ref, which then names the stored model")
     manifest = store.manifest(identity)
-    if manifest.lineage.plan is None:
-        raise UserError(f"'{name}' is a checkpoint, not a merge: there is nothing to materialize")
     entry = store.manifest_entry(identity)
+    planned = merge_plan(manifest, name, "there is nothing to materialize")
     if not manifest.is_lazy:  # its experts may be gone
         return _as_it_is(manifest, name, entry.get("merge", {}), began)
-    plan = load_plan(store, manifest.lineage.plan)
+    plan = load_plan(store, planned)
     counter = ReadCounter(plan.budget)
     with store.lease("materialize", {identity, plan.base, *plan.experts}) as lease:
         run = Run(store, plan, lease, counter, threads, max_memory)
@@ -241,9 +240,7 @@ def refine(
     target = new_name or name
     check_ref_name(target)
     manifest = store.manifest(identity)
-    if manifest.lineage.plan is None:
-        raise UserError(f"'{name}' is a checkpoint, not a merge: there is nothing to refine")
-    before = load_plan(store, manifest.lineage.plan)
+    before = load_plan(store, merge_plan(manifest, name, "there is nothing to refine"))
     recipe = Recipe.parse(before.recipe)
     models = Models(
         before.base,

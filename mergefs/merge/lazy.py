@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
+from mergefs.errors import UserError
 from mergefs.hashing import Buffer
 from mergefs.manifest import Manifest
 from mergefs.planner import plan as plans
@@ -113,3 +114,21 @@ def load_plan(store: Store, identity: str) -> Plan:
         CorruptionError: when it is missing or damaged.
     """
     return plans.decode(store.read_object(plan_name(identity), identity, "plan"))
+
+
+def merge_plan(manifest: Manifest, name: str, refusal: str) -> str:
+    """Return the id of the plan that a merge came from.
+
+    Args:
+        manifest: of the merge.
+        name: how the user calls it.
+        refusal: how the message ends where it is no merge.
+
+    Raises:
+        UserError: when it is no merge, or one that was edited since.
+    """
+    if manifest.lineage.kind == "edit":
+        raise UserError(f"'{name}' was edited, and is not what a merge made: {refusal}")
+    if manifest.lineage.plan is None:
+        raise UserError(f"'{name}' is a checkpoint, not a merge: {refusal}")
+    return manifest.lineage.plan

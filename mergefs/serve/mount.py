@@ -229,15 +229,15 @@ def _make(point: Path) -> bool:
 # --- the serving process --------------------------------------------------------------------------
 
 
-def _start(options: list[str], foreground: bool) -> subprocess.Popen[bytes]:
-    """Start the serving process and wait until it serves.
+def _start(options: list[str], foreground: bool, daemon: str = _DAEMON) -> subprocess.Popen[bytes]:
+    """Start the serving process, of the module `daemon`, and wait until it serves.
 
     Raises:
         MergefsError: when it ends instead; of the class and with the sentence that it gave.
     """
     receive, send = os.pipe()
     # Without -P the interpreter would also import from the current folder, which may be a model's.
-    command = [sys.executable, "-P", "-m", _DAEMON, "--ready-fd", str(send), *options]
+    command = [sys.executable, "-P", "-m", daemon, "--ready-fd", str(send), *options]
     with open(receive, "rb") as answers, tempfile.TemporaryFile() as printed:
         try:
             process = subprocess.Popen(
@@ -355,7 +355,7 @@ def _watch(pid: int) -> int | None:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         command = b""
-    if _DAEMON.encode() in command:
+    if any(daemon.encode() in command for daemon in (_DAEMON, "mergefs.edit.daemon")):
         return fd
     os.close(fd)
     return None

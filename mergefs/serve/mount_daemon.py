@@ -304,7 +304,17 @@ class _Pipe:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the process; return its exit code."""
-    options = _parser().parse_args(arguments)
+    return run(_parser().parse_args(arguments), _run)
+
+
+def run(options: argparse.Namespace, serve_it: Callable[[argparse.Namespace, Callable[[], None]], None]) -> int:
+    """Run a process that serves a mount, and return its exit code.
+
+    Args:
+        options: with `ready_fd` and `log`, as `mergefs.serve.mount` gives them.
+        serve_it: opens what is to be served, and serves it until the mount ends; called with the options, and with
+            what it is to call when the mount serves.
+    """
     # Threads inherit the mask, so that the signals come to the main thread, where libfuse waits for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -315,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
         pipe.tell(ready=os.getpid())
 
     try:
-        _run(options, ready)
+        serve_it(options, ready)
     except MergefsError as error:
         log.error("%s", error)
         pipe.tell(error=str(error), kind=type(error).__name__, exit_code=error.exit_code)

@@ -1,0 +1,278 @@
+"""The folders of sessions in a repository: `sessions/ID/`. What lies there keeps the session's model from gc.
+
+Nothing here opens a model, so that gc and fsck can ask it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mergefs.edit.journal import flush_folder
+from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, UserError
+from mergefs.hashing import is_hex, is_hex_id
+from mergefs.store import Store, check_ref_name
+
+SESSIONS = "sessions"
+FORMAT = "mergefs-session"
+VERSION = 1
+_DESCRIPTION = "session.json"
+_LOCK = "lock"
+_PLACE = "mounted.json"
+_RESULT = "result.json"
+_ID_BYTES = 6
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session as its folder has it.
+
+    Attributes:
+        id: hexadecimal.
+        manifest: the id of the model that it changes.
+        ref: the name that this model was opened by, or None where it was an id.
+        created: seconds since 1970.
+        directory: where it is or was mounted last, or None.
+        in_use: whether a process has it open.
+    """
+
+    id: str
+    manifest: str
+    ref: str | None
+    created: float
+    directory: Path | None
+    in_use: bool
+
+
+def create(store: Store, name: str) -> SessionInfo:
+    """Make the folder of a new session of the model that `name` names.
+
+    Raises:
+        NotFoundError: when there is no such model.
+        UserError: when the repository is open for reading only.
+    """
+    manifest = store.resolve(name)
+    identity = secrets.token_hex(_ID_BYTES)
+    folder = _folder(store, identity)
+    # The lease holds gc off until the folder does.
+    with store.lease("edit", [manifest]):
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700)
+        description = {
+            "format": FORMAT,
+            "version": VERSION,
+            "manifest": manifest,
+            "ref": name if store.refs().get(name) == manifest else None,
+            "created": time.time(),
+        }
+        _write(folder / _DESCRIPTION, description)
+        if store.sync:
+            flush_folder(folder)
+            flush_folder(folder.parent)
+            flush_folder(store.path)
+    return read(store, identity)
+
+
+def read(store: Store, identity: str) -> SessionInfo:
+    """Return what the folder of a session says.
+
+    Raises:
+        NotFoundError: when there is no such session.
+        CorruptionError: when it is damaged.
+    """
+    folder = _folder(store, identity)
+    try:
+        value = json.loads((folder / _DESCRIPTION).read_bytes())
+        if value["format"] != FORMAT or value["version"] != VERSION or not is_hex_id(value["manifest"]):
+            raise ValueError("it is of another format")
+        ref = value["ref"]
+        return SessionInfo(
+            identity,
+            value["manifest"],
+            None if ref is None else str(ref),
+            float(value["created"]),
+            _directory(folder),
+            _in_use(folder),
+        )
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no session {identity}: 'mergefs sessions' shows them") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptionError(
+            f"{folder / _DESCRIPTION} is damaged ({error}): 'mergefs discard {identity}' removes the session"
+        ) from error
+
+
+def identities(store: Store) -> list[str]:
+    """Return the ids of all sessions, those that are damaged included, but for those that are only half made."""
+    try:
+        names = os.listdir(store.path / SESSIONS)
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in names if is_hex(name) and (store.path / SESSIONS / name / _DESCRIPTION).exists())
+
+
+def sessions(store: Store) -> Iterator[SessionInfo]:
+    """Yield every session.
+
+    Raises:
+        CorruptionError: when one is damaged.
+    """
+    for identity in identities(store):
+        try:
+            yield read(store, identity)
+        except NotFoundError:
+            continue  # committed or discarded just now
+
+
+def find(store: Store, text: str | os.PathLike[str]) -> str:
+    """Return the id of the session that is meant by its id, the beginning of it, or the folder that it is mounted at.
+
+    Raises:
+        NotFoundError: when there is none, or the beginning fits several.
+    """
+    known = identities(store)
+    point = Path(os.path.realpath(text))
+    # A mount point is looked up without touching it: nobody may answer there any more.
+    at = [identity for identity in known if _directory(_folder(store, identity)) == point]
+    if at:
+        return max(at, key=lambda identity: (_folder(store, identity) / _PLACE).stat().st_mtime)
+    name = os.fspath(text)
+    fits = [identity for identity in known if len(name) >= 4 and identity.startswith(name)]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        raise NotFoundError(f"'{name}' is the beginning of {len(fits)} sessions' ids: give more digits")
+    raise NotFoundError(
+        f"'{name}' is neither a session nor a folder that one is mounted at: 'mergefs sessions' shows them"
+    )
+
+
+def check_commit(store: Store, info: SessionInfo, as_: str | None, *, force: bool) -> str:
+    """Return the name that a session is to be committed under, checked before anything is done.
+
+    Args:
+        store: the repository.
+        info: the session.
+        as_: the name; by default the one that the model was opened by.
+        force: whether somebody else's move of that name counts for nothing.
+
+    Raises:
+        UserError: when there is no name, or it is malformed.
+        RefMovedError: when a commit would undo somebody else's.
+    """
+    name = as_ or info.ref
+    if name is None:
+        raise UserError("the session was begun from a manifest's id: say the name of the result with --as")
+    check_ref_name(name)
+    now = store.refs().get(name)
+    # Where the process ended between the commit and the end of the session, it names the result already.
+    if name == info.ref and now not in (info.manifest, _result(_folder(store, info.id))) and not force:
+        what = "was removed" if now is None else f"names {now[:12]} now"
+        raise RefMovedError(
+            f"'{name}' {what}, and named {info.manifest[:12]} when the session was begun: commit under another name"
+            " with --as, or overrule with --force"
+        )
+    return name
+
+
+class Hold:
+    """The right to a session, which one process at a time has until `release` or its end.
+
+    Raises:
+        NotFoundError: when there is no such session.
+        UserError: when another process has it.
+    """
+
+    def __init__(self, store: Store, identity: str) -> None:
+        self.folder = _folder(store, identity)
+        try:
+            self._descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            raise NotFoundError(f"there is no session {identity}: 'mergefs sessions' shows them") from None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            at = _directory(self.folder)
+            where = "" if at is None else f"; it was mounted at {at} last"
+            raise UserError(f"session {identity} is open in another process{where}: end that first") from None
+
+    def place(self, directory: Path) -> None:
+        """Note where the session is mounted."""
+        _write(self.folder / _PLACE, {"directory": str(directory), "pid": os.getpid()})
+
+    def note_result(self, manifest: str) -> None:
+        """Note the id of a manifest that is about to be committed."""
+        _write(self.folder / _RESULT, {"manifest": manifest})
+
+    def remove(self) -> None:
+        """Remove the session's folder. gc may take the model from then on."""
+        (self.folder / _DESCRIPTION).unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def release(self) -> None:
+        """Let others have it."""
+        os.close(self._descriptor)
+
+
+def discard(store: Store, identity: str) -> None:
+    """Remove a session that no process has open, also a damaged one.
+
+    Raises:
+        NotFoundError, UserError: see `Hold`.
+    """
+    hold = Hold(store, identity)
+    try:
+        hold.remove()
+    finally:
+        hold.release()
+
+
+def _folder(store: Store, identity: str) -> Path:
+    return store.path / SESSIONS / identity
+
+
+def _directory(folder: Path) -> Path | None:
+    try:
+        return Path(json.loads((folder / _PLACE).read_bytes())["directory"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _result(folder: Path) -> str | None:
+    """Return the id of the manifest that was going to be committed last; None where there was none."""
+    try:
+        return str(json.loads((folder / _RESULT).read_bytes())["manifest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _in_use(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    new = path.with_name(f"{path.name}.new")
+    with open(new, "wb") as file:
+        file.write(json.dumps(value, indent=2).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
