@@ -14,7 +14,7 @@ from mergefs.catalog.environment import Transaction
 from mergefs.catalog.facts import facts_of
 from mergefs.catalog.leases import claims, end_dead, leases
 from mergefs.catalog.tables import Location, closure, get_manifest, locations, ref_entries
-from mergefs.edit.folders import sessions
+from mergefs.edit.folders import remove_unfinished, sessions
 from mergefs.errors import CorruptionError
 from mergefs.hashing import is_hex_id
 from mergefs.merge.remembered import forget_dead
@@ -37,6 +37,7 @@ class GcReport:
         manifests_freed: manifests that nothing names any more.
         packs_removed, packs_rewritten: packs without a needed block, and packs that were mostly dead.
         leases_ended: leases of processes that are gone.
+        sessions: sessions, each of which keeps the model that it changes.
         dry_run: whether nothing was changed.
     """
 
@@ -48,6 +49,7 @@ class GcReport:
     packs_removed: int
     packs_rewritten: int
     leases_ended: int
+    sessions: int
     dry_run: bool
 
 
@@ -69,6 +71,7 @@ def collect(store: Store, *, dry_run: bool = False, rewrite_above: float = REWRI
     if dry_run:
         with store.catalog.read() as txn:
             return _Collection(store, txn, rewrite_above, dry_run=True).run()
+    remove_unfinished(store)
     first = _pass(store, math.inf)
     if not first.waste_bytes:
         return first
@@ -121,6 +124,7 @@ class _Collection:
         self.doomed: list[str] = []
         """Objects to delete after the commit."""
         self.live_manifests: set[str] = set()
+        self.sessions = 0
 
     def run(self) -> GcReport:
         ended = sum(not lease.alive for lease in leases(self._txn))
@@ -146,6 +150,7 @@ class _Collection:
             removed,
             rewritten,
             ended,
+            self.sessions,
             self._dry_run,
         )
 
@@ -153,7 +158,9 @@ class _Collection:
         """Return the ids of the manifests and plans that are needed."""
         pending = [entry["manifest"] for _, entry in ref_entries(self._txn)]
         pending += [m for lease in leases(self._txn) if lease.alive for m in lease.manifests]
-        pending += [session.manifest for session in sessions(self._store)]
+        changed = [session.manifest for session in sessions(self._store)]
+        self.sessions = len(changed)
+        pending += changed
         live: set[str] = set()
         plans: set[str] = set()
         self._reach(pending, live, plans)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, table, threads_option
+from mergefs.errors import CorruptionError
 from mergefs.repository import Repository
 from mergefs.units import format_size
 
@@ -127,11 +129,16 @@ def rm(repo: str | None, refs: tuple[str, ...], as_json: bool) -> None:
     """Remove REFS; 'mergefs gc' then frees what nothing else needs."""
     with repository(repo) as opened:
         removed = opened.remove(refs)
-    emit(
-        {"removed": removed},
-        as_json,
-        lambda: "\n".join(f"removed {name} ({identity[:12]})" for name, identity in removed.items()),
-    )
+        kept: dict[str, str] = {}
+        with suppress(CorruptionError):  # gc and fsck say so
+            kept = {session.id: session.manifest for session in opened.sessions()}
+    lines = [f"removed {name} ({identity[:12]})" for name, identity in removed.items()]
+    lines += [
+        f"session {session} keeps {identity[:12]} until it is committed or discarded"
+        for session, identity in kept.items()
+        if identity in removed.values()
+    ]
+    emit({"removed": removed}, as_json, lambda: "\n".join(lines))
 
 
 def _listed(opened: Repository, name: str, identity: str) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def gc(repo: str | None, dry_run: bool, rewrite_above: float, as_json: bool) -> 
             f" {report.packs_removed} packs removed, {report.packs_rewritten} rewritten;"
             f" {format_size(report.live_bytes)} are in use"
             + (f", {format_size(report.waste_bytes)} wait in packs" if report.waste_bytes else "")
+            + (f"; sessions keep the models that they change: {report.sessions}" if report.sessions else "")
         ),
     )
 

@@ -29,6 +29,8 @@ _LOCK = "lock"
 _PLACE = "mounted.json"
 _RESULT = "result.json"
 _ID_BYTES = 6
+_UNFINISHED_AFTER = 3600.0
+"""Seconds after which a folder without a description is taken for left behind."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,19 @@ def identities(store: Store) -> list[str]:
     except FileNotFoundError:
         return []
     return sorted(name for name in names if is_hex(name) and (store.path / SESSIONS / name / _DESCRIPTION).exists())
+
+
+def remove_unfinished(store: Store) -> None:
+    """Remove folders of sessions that were only half made, or half removed, when their process ended."""
+    try:
+        found = [entry for entry in os.scandir(store.path / SESSIONS) if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return
+    for entry in found:
+        folder = Path(entry.path)
+        old = time.time() - entry.stat().st_mtime > _UNFINISHED_AFTER
+        if old and not (folder / _DESCRIPTION).exists() and not _in_use(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def sessions(store: Store) -> Iterator[SessionInfo]:

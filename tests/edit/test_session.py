@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from mergefs.edit import folders
 from mergefs.edit.session import Session
 from mergefs.errors import CheckpointError, CorruptionError, NotFoundError, RefMovedError, UserError
 from mergefs.manifest import Manifest
+from mergefs.rebuild import rebuild
 from mergefs.recipe import Recipe
 from mergefs.repository import Repository
 
@@ -183,7 +185,7 @@ def test_a_session_goes_on_after_its_process_was_killed(repository: Repository, 
     identity = done.stdout.strip()
     assert done.returncode < 0, done.stderr
     repository.remove(["model"])
-    repository.gc()  # the session alone keeps its model
+    assert repository.gc().sessions == 1  # it alone keeps its model
     (info,) = repository.sessions()
     assert (info.id, info.ref, info.in_use) == (identity, "model", False)
     with repository.edit(resume=identity[:6]) as session:
@@ -345,3 +347,28 @@ def test_a_session_needs_a_name_to_commit_under(repository: Repository, model: P
     with pytest.raises(NotFoundError):
         repository.edit("none")
     assert repository.sessions() == []
+
+
+def test_what_is_left_of_a_folder_goes_in_time(repository: Repository, model: Path) -> None:
+    half = repository.path / "sessions" / ("a" * 12)
+    (half / "data").mkdir(parents=True)
+    repository.gc()
+    assert half.exists()
+    os.utime(half, (0, 0))
+    repository.gc()
+    assert not half.exists()
+
+
+def test_a_catalog_that_is_made_again_keeps_sessions(tmp_path: Path) -> None:
+    folder = builders.write_model(tmp_path / "model", builders.random_model(1), FILES)
+    with builders.new_repository(tmp_path / "own") as first:
+        first.ingest(folder, "model")
+        session = first.edit("model")
+        session.tree.create("new").write(0, b"1")
+        session.close()
+    rebuild(tmp_path / "own", sync=False)
+    with Repository.open(tmp_path / "own", sync=False) as again:
+        with again.edit(resume=session.id) as resumed:
+            resumed.commit("changed")
+        assert "new" in builders.served(again, "changed")
+        assert is_whole(again)
