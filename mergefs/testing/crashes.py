@@ -127,7 +127,7 @@ def record(command: Sequence[str], folder: Path, *, environment: Mapping[str, st
         )
         if not log.exists():
             raise RecordError(f"strace does not run here: {done.stderr.strip()}")
-        files = {path for path, data in before.items() if data is not None}
+        files = {path: len(data) for path, data in before.items() if data is not None}
         events = tuple(_Reader(folder.resolve(), files).read(log.read_text()))
     return Recording(before, events, done.returncode, done.stdout + done.stderr)
 
@@ -326,11 +326,12 @@ def _change(data: bytearray, event: Event) -> None:
 class _Reader:
     """Reads what strace wrote."""
 
-    def __init__(self, folder: Path, files: set[str]) -> None:
+    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
         self._folder = str(folder)
         self._synchronous: set[str] = set()
+        self._appending: set[str] = set()
         self._places: dict[str, int] = {}
-        self._files = files
+        self._sizes = sizes
 
     def read(self, log: str) -> Iterator[Event]:
         """Yield the events of a log."""
@@ -355,11 +356,12 @@ class _Reader:
         elif call in ("fsync", "fdatasync"):
             path = self._inside(descriptors[0][1])
             if path is not None:
-                yield Event("flush" if path in self._files else "flush names", path)
+                yield Event("flush" if path in self._sizes else "flush names", path)
         elif call == "ftruncate":
             path = self._inside(descriptors[0][1])
             if path is not None:
-                yield Event("truncate", path, int(arguments.rpartition(",")[2]))
+                self._sizes[path] = int(arguments.rpartition(",")[2])
+                yield Event("truncate", path, self._sizes[path])
         elif call == "lseek":
             self._places[descriptors[0][0]] = result
         elif call in ("open", "openat", "creat"):
@@ -368,16 +370,15 @@ class _Reader:
             bases = [path for _, path in descriptors]
             source, target = (self._named(text, bases[i : i + 1]) for i, text in enumerate(texts[:2]))
             if source is not None and target is not None:
-                if source in self._files:
-                    self._files.discard(source)
-                    self._files.add(target)
+                if source in self._sizes:
+                    self._sizes[target] = self._sizes.pop(source)
                 yield Event("rename", source, target=target)
             elif source is not None or target is not None:
                 raise RecordError("a file is moved into the folder, or out of it")
         elif call in ("unlink", "unlinkat", "rmdir", "mkdir", "mkdirat"):
             path = self._named(texts[0], [path for _, path in descriptors])
             if path is not None:
-                self._files.discard(path)
+                self._sizes.pop(path, None)
                 yield Event("mkdir" if call.startswith("mkdir") else "remove", path)
         elif call in _UNKNOWN:
             paths = [self._inside(path) for _, path in descriptors] + [self._named(text, []) for text in texts]
@@ -389,12 +390,13 @@ class _Reader:
         if len(data) != result:
             raise RecordError(f"of {result} bytes that were written, {len(data)} were recorded")
         if call in ("write", "writev"):
-            offset = self._places.get(descriptor, 0)
+            offset = self._sizes[path] if descriptor in self._appending else self._places.get(descriptor, 0)
             self._places[descriptor] = offset + result
         else:
             # After the data: how many bytes or pieces, and where.
             numbers = arguments.rpartition('"' if call == "pwrite64" else "]")[2]
             offset = int(re.findall(r"-?\d+", numbers)[1])
+        self._sizes[path] = max(self._sizes.get(path, 0), offset + result)
         return Event("write", path, offset, data, durable=descriptor in self._synchronous)
 
     def _opened(
@@ -409,18 +411,15 @@ class _Reader:
         path = self._named(texts[0], [path for _, path in descriptors])
         flags = set(re.findall(r"O_\w+", arguments))
         (self._synchronous.add if flags & {"O_SYNC", "O_DSYNC"} else self._synchronous.discard)(str(result))
+        (self._appending.add if "O_APPEND" in flags else self._appending.discard)(str(result))
         self._places[str(result)] = 0
         if path is None:
             return
-        if "O_APPEND" in flags:
-            raise RecordError(f"{path} is opened to append to it, which is not known here")
-        if call == "creat" or "O_CREAT" in flags:
-            if path not in self._files:
-                self._files.add(path)
-                yield Event("create", path)
-            elif call == "creat" or "O_TRUNC" in flags:
-                yield Event("truncate", path)
-        elif "O_TRUNC" in flags:
+        if path not in self._sizes and (call == "creat" or "O_CREAT" in flags):
+            self._sizes[path] = 0
+            yield Event("create", path)
+        elif call == "creat" or "O_TRUNC" in flags:
+            self._sizes[path] = 0
             yield Event("truncate", path)
 
     def _named(self, text: bytes, bases: list[str]) -> str | None:

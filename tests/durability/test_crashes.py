@@ -27,12 +27,20 @@ QUICK = 40
 """States of each command that the fast tests try."""
 
 
+EDIT = """
+from mergefs.repository import Repository
+with Repository.open(".") as repository, repository.edit("merged") as session:
+    session.filesystem().pipe_file("notes.txt", b"changed")
+    session.commit(as_="new")
+"""
+
+
 @dataclass(frozen=True)
 class Case:
     """A command and what has to be there for it.
 
     Attributes:
-        command: its arguments, without the repository.
+        command: its arguments, without the repository; or a program, after -c.
         prepare: makes what it needs.
     """
 
@@ -64,7 +72,16 @@ CASES = {
     "gc that rewrites": Case(("gc", "--rewrite-above", "0"), _half_dead),
     "repack": Case(("repack", "--exact", "small")),
     "catalog rebuild": Case(("catalog", "rebuild")),
+    "commit": Case(("-c", EDIT)),
+    "pull": Case(("pull", "x", "../other", "--as", "new"), lambda repository: _twin(repository)),
 }
+
+
+def _twin(repository: Repository) -> None:
+    """Make a repository that has something to be fetched."""
+    with new_repository(repository.path.parent / "other") as other:
+        other.ingest(repository.path.parent / "base", "base")
+        other.ingest(repository.path.parent / "new", "x", base="base")
 
 
 def _merge(repository: Repository, name: str, budget: str | None = None) -> None:
@@ -95,7 +112,7 @@ def folder(tmp_path: Path) -> Path:
 def _record(command: Sequence[str], repository: Path) -> Recording:
     package = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(package)}
-    program = [sys.executable, "-m", "mergefs", "-R", ".", *command]
+    program = [sys.executable, *(command if command[0] == "-c" else ("-m", "mergefs", "-R", ".", *command))]
     # From inside the repository, so that paths in messages and commands are short.
     here = Path.cwd()
     os.chdir(repository)
