@@ -289,7 +289,7 @@ def test_mounts_are_listed_with_what_they_served(models: Models) -> None:
     assert state.cache is not None
     assert state.read is not None
     assert state.bytes_served >= (models.math / WEIGHTS).stat().st_size
-    assert state.cache["misses"] + state.cache["ahead"] >= 32
+    assert state.cache["hits"] + state.cache["misses"] >= 32  # every block was wanted, once or more often
     assert 0 < state.cache["bytes"] <= state.cache["limit"] <= 8 << 20
     assert state.read["base"] > 0
     umount(models.directory)
