@@ -97,6 +97,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.work is not None:
+        Path(options.work).mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=options.work, prefix="edit-"))
     repository = work / "repository"
     try:
