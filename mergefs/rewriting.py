@@ -57,16 +57,7 @@ class Rewrite:
             path.unlink(missing_ok=True)
             self._open[depth] = PackWriter(path, sync=self._store.sync)
             self._count += 1
-        self._open[depth].append(
-            record.block,
-            payload,
-            raw_length=record.raw_length,
-            encoding=record.encoding,
-            dtype=record.dtype,
-            base=record.base,
-            tier=record.tier,
-            tiers=record.tiers,
-        )
+        self._open[depth].append_as(record, payload)
 
     def finish(self) -> None:
         """Make the open packs durable. Those that were finished before have to be entered already."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mergefs.catalog.environment import Transaction
 from mergefs.merge import remembered
+from mergefs.recipe import Recipe
 from mergefs.repository import Repository
 
 NUMPY: dict[str, Any] = {
@@ -212,3 +213,27 @@ def forget(repository: Repository) -> int:
         return sum(txn.delete(remembered.TABLE, key) for key in keys)
 
     return repository.catalog.write(delete)
+
+
+def merged_models(folder: Path) -> Repository:
+    """Return an open repository in `folder`: a base, experts x and y, their merge `merged`, and the same lazy, `later`.
+
+    The checkpoints and the recipe lie beside it.
+    """
+    repository = new_repository(folder / "repository")
+    base = random_model(1)
+    write_model(folder / "base", base, {"config.json": b"{}"})
+    repository.ingest(folder / "base", "base")
+    for seed, name in enumerate(["x", "y"]):
+        write_model(folder / name, fine_tuned(base, seed), {"config.json": b"{}"})
+        repository.ingest(folder / name, name, base="base")
+    merge_xy(repository)
+    return repository
+
+
+def merge_xy(repository: Repository) -> None:
+    """Merge x and y of `merged_models`, once stored and once lazy."""
+    path = repository.path.parent / "recipe.yml"
+    path.write_text(recipe_text("task_arithmetic", [("x", {"weight": 0.5}), ("y", {"weight": 0.5})], "base"))
+    repository.merge(Recipe.load(path), "merged")
+    repository.merge(Recipe.load(path), "later", lazy=True)

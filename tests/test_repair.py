@@ -9,13 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builders import contents, fine_tuned, new_repository, random_model, recipe_text, served, tree, write_model
+from builders import contents, merge_xy, merged_models, served, tree
 
 from mergefs.blocks.pack import pack_name, read_records
 from mergefs.blocks.writer import adopt
 from mergefs.errors import CorruptionError, UserError
 from mergefs.rebuild import rebuild
-from mergefs.recipe import Recipe
 from mergefs.repository import Repository
 from mergefs.rewriting import Rewrite
 from mergefs.store import REF_COPIES, manifest_name, plan_name
@@ -24,22 +23,7 @@ from mergefs.store import REF_COPIES, manifest_name, plan_name
 @pytest.fixture
 def models(tmp_path: Path) -> Repository:
     """A base, two experts, a merge of them and a lazy one, each with its checkpoint's folder beside the repository."""
-    repository = new_repository(tmp_path / "repository")
-    base = random_model(1)
-    write_model(tmp_path / "base", base, {"config.json": b"{}"})
-    repository.ingest(tmp_path / "base", "base")
-    for seed, name in enumerate(["x", "y"]):
-        write_model(tmp_path / name, fine_tuned(base, seed), {"config.json": b"{}"})
-        repository.ingest(tmp_path / name, name, base="base")
-    _merge(repository)
-    return repository
-
-
-def _merge(repository: Repository) -> None:
-    recipe = repository.path.parent / "recipe.yml"
-    recipe.write_text(recipe_text("task_arithmetic", [("x", {"weight": 0.5}), ("y", {"weight": 0.5})], "base"))
-    repository.merge(Recipe.load(recipe), "merged")
-    repository.merge(Recipe.load(recipe), "later", lazy=True)
+    return merged_models(tmp_path)
 
 
 def _everything(repository: Repository) -> dict[str, dict[str, str]]:
@@ -50,7 +34,7 @@ def _ingest_again(repository: Repository) -> None:
     """Take in all checkpoints and merge again, as somebody does who has lost something."""
     for name in ("base", "x", "y"):
         repository.ingest(repository.path.parent / name, name, base=None if name == "base" else "base")
-    _merge(repository)
+    merge_xy(repository)
 
 
 def _flip(path: Path, offset: int) -> None:
@@ -147,7 +131,7 @@ def test_a_rebuilt_catalog_serves_the_same(models: Repository) -> None:
         assert {name: again.manifest_entry(identity) for name, identity in refs.items()} == logged
         again.gc()
         assert _everything(again) == before
-        _merge(again)
+        merge_xy(again)
 
 
 def test_a_damaged_catalog_is_kept_beside_the_new_one(models: Repository) -> None:
@@ -248,7 +232,7 @@ def test_quarantined_files_are_out_of_the_way(models: Repository) -> None:
     report = models.repair()
     assert report.files == (f"quarantine/{plan}.json",)
     assert not (models.path / plan_name(plan)).exists()
-    _merge(models)
+    merge_xy(models)
     assert models.fsck(read_data=True).ok
     assert contents(models.path / "quarantine")
     assert tree(models.path / "quarantine")

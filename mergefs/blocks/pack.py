@@ -132,6 +132,19 @@ class PackWriter:
         self.records.append(record)
         return record
 
+    def append_as(self, record: Record, payload: Buffer) -> None:
+        """Add a payload that another pack has, with what its record there says."""
+        self.append(
+            record.block,
+            payload,
+            raw_length=record.raw_length,
+            encoding=record.encoding,
+            dtype=record.dtype,
+            base=record.base,
+            tier=record.tier,
+            tiers=record.tiers,
+        )
+
     def finish(self) -> str:
         """Write the records and the footer, make the file durable, return its id (hexadecimal)."""
         start = self._offset

@@ -22,6 +22,7 @@ from typing import Any, Self
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import Catalog, get_location
 from mergefs.errors import BlocksCollectedError
+from mergefs.locks import is_locked
 
 LEASE_BYTES = 8
 
@@ -157,7 +158,7 @@ def leases(txn: Transaction) -> Iterator[LeaseInfo]:
             entry["host"],
             entry["since"],
             tuple(entry["manifests"]),
-            _is_alive(txn.folder, key.hex()),
+            is_locked(_path(txn.folder, key.hex())),
         )
 
 
@@ -187,7 +188,7 @@ def end_dead(txn: Transaction) -> int:
 
 def living(catalog: Path) -> bool:
     """Tell whether a process holds a lease, without a look at the catalog's tables."""
-    return any(_is_alive(catalog, path.name) for path in (catalog / "leases").glob("*"))
+    return any(is_locked(path) for path in (catalog / "leases").glob("*"))
 
 
 def _path(catalog: Path, lease: str) -> Path:
@@ -201,17 +202,3 @@ def _lock(catalog: Path, lease: str) -> int:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
-
-
-def _is_alive(catalog: Path, lease: str) -> bool:
-    try:
-        descriptor = os.open(_path(catalog, lease), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

@@ -11,7 +11,6 @@ import click
 from mergefs.blocks.exact import CODINGS
 from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, threads_option
 from mergefs.gc import REWRITE_ABOVE
-from mergefs.rebuild import rebuild
 from mergefs.repository import Repository
 from mergefs.store import DEFAULT_EXACT, find_repository
 from mergefs.units import format_size, parse_size
@@ -144,8 +143,9 @@ def catalog_rebuild(repo: str | None, as_json: bool) -> None:
     Statistics are not in any other file: ingest experts again with --base to have them at hand, or they are measured
     when a merge needs them.
     """
-    path = Path(repo) if repo else find_repository(Path.cwd())
-    report = rebuild(path)
+    from mergefs.rebuild import rebuild
+
+    report = rebuild(Path(repo) if repo else find_repository(Path.cwd()))
     lines = [
         *report.lost,
         f"{report.blocks} blocks in {report.packs} packs, {report.manifests} models, {report.refs} refs",

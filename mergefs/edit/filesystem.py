@@ -280,12 +280,29 @@ class SessionFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 self._tree.make_folder(folder)
 
 
-class _Reading(io.RawIOBase):
+class _Positioned(io.RawIOBase):
+    """A place in a session's file."""
+
+    _file: Content
+    _at: int
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(self._at, len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+class _Reading(_Positioned):
     """A file of a session, open for reading; what it holds stays readable when it is removed."""
 
     def __init__(self, fs: SessionFileSystem, path: str) -> None:
         self._tree = fs._tree
-        self._file: Content = self._tree.open(path)
+        self._file = self._tree.open(path)
         self._at = 0
 
     @property
@@ -298,23 +315,13 @@ class _Reading(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(self._at, len(buffer))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
     def close(self) -> None:
         if not self.closed:
             self._tree.release(self._file)
         super().close()
 
 
-class _Writing(io.RawIOBase):
+class _Writing(_Positioned):
     """A file without a name that is going to be one of a session; or one that is there and is changed in place."""
 
     def __init__(
@@ -344,16 +351,6 @@ class _Writing(io.RawIOBase):
 
     def seekable(self) -> bool:
         return self._mode != "ab"
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(self._at, len(buffer))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
     def write(self, data: Any) -> int:
         written = self._file.write(self._at, memoryview(data).cast("B"))

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergefs.edit.journal import flush_folder
+from mergefs.backend import flush_folder
 from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, UserError
 from mergefs.hashing import is_hex, is_hex_id
+from mergefs.locks import is_locked
 from mergefs.store import Store, check_ref_name
 
 SESSIONS = "sessions"
@@ -102,7 +103,7 @@ def read(store: Store, identity: str) -> SessionInfo:
             None if ref is None else str(ref),
             float(value["created"]),
             _directory(folder),
-            _in_use(folder),
+            is_locked(folder / _LOCK),
         )
     except FileNotFoundError:
         raise NotFoundError(f"there is no session {identity}: 'mergefs sessions' shows them") from None
@@ -130,7 +131,7 @@ def remove_unfinished(store: Store) -> None:
     for entry in found:
         folder = Path(entry.path)
         old = time.time() - entry.stat().st_mtime > _UNFINISHED_AFTER
-        if old and not (folder / _DESCRIPTION).exists() and not _in_use(folder):
+        if old and not (folder / _DESCRIPTION).exists() and not is_locked(folder / _LOCK):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -268,20 +269,6 @@ def _result(folder: Path) -> str | None:
         return str(json.loads((folder / _RESULT).read_bytes())["manifest"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _in_use(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

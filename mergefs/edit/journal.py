@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mergefs.backend import flush_folder
+
 Record = list[Any]
 """What a line holds: the name of a change and its operands, in JSON's types."""
 
@@ -107,15 +109,6 @@ def boot_id() -> str:
         return _BOOT.read_text().strip()
     except OSError:
         return ""
-
-
-def flush_folder(folder: Path) -> None:
-    """Have a folder's entries reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _line(record: Record) -> bytes:

@@ -6,24 +6,22 @@ What a chunk of a tensor is, and what arrays are called, is said in `mergefs.ser
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from zarr.abc.store import ByteRequest, Store
-from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
+from zarr.core.buffer import Buffer
 
 from mergefs.edit.commit import read_headers
 from mergefs.errors import UserError
 from mergefs.manifest import Tensor
-from mergefs.serve.zarr_store import METADATA, ModelStore, _json, _selection
+from mergefs.serve.zarr_reading import ReadingStore
+from mergefs.serve.zarr_store import METADATA, ModelStore, _json
 
 if TYPE_CHECKING:
     from mergefs.edit.content import Content
     from mergefs.edit.session import Session
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class _Model(ModelStore):
         return _json(self._metadata(""))
 
 
-class SessionStore(Store):
+class SessionStore(ReadingStore):
     """A session's tensors as a Zarr group, for reading and writing.
 
     Setting a chunk of a tensor writes into the file that holds it. Everything else that is set or deleted is kept
@@ -108,7 +106,7 @@ class SessionStore(Store):
         self._session = session
         self._tensors = _Tensors(session)
         self._model = _Model(self._tensors)  # type: ignore[arg-type]
-        self._keys = session.keys
+        self._changed = session.keys
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SessionStore) and other._session is self._session
@@ -133,68 +131,6 @@ class SessionStore(Store):
         """Keys can be deleted."""
         return True
 
-    @property
-    def supports_listing(self) -> bool:
-        """Keys can be listed."""
-        return True
-
-    # -- reading -------------------------------------------------------------------------------------------
-
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """Return a key's value, or a range of it; None where there is no such key.
-
-        Raises:
-            CorruptionError: when a block of the model is missing or damaged.
-            TypeError: when `byte_range` is no ByteRequest.
-        """
-        await self._ensure_open()
-        return await asyncio.to_thread(self.get_sync, key, prototype=prototype, byte_range=byte_range)
-
-    def get_sync(
-        self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:
-        """Do what `get` does, on this thread."""
-        selected = _selection(byte_range)
-        value = self._value(key)
-        made = prototype or default_buffer_prototype()
-        return None if value is None else made.buffer.from_bytes(selected(memoryview(value)))
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        """Return the value or None of each key and range, in their order."""
-        return await asyncio.gather(*(self.get(key, prototype, wanted) for key, wanted in key_ranges))
-
-    async def exists(self, key: str) -> bool:
-        """Tell whether there is such a key."""
-        return await self._aside(self._size, key) is not None
-
-    async def getsize(self, key: str) -> int:
-        """Return the length of a key's value.
-
-        Raises:
-            FileNotFoundError: when there is no such key.
-        """
-        size = await self._aside(self._size, key)
-        if size is None:
-            raise FileNotFoundError(key)
-        return size
-
-    async def list(self) -> AsyncIterator[str]:
-        """Yield every key."""
-        for key in await self._aside(self._all, ""):
-            yield key
-
-    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """Yield every key that begins with `prefix`."""
-        for key in await self._aside(self._all, prefix):
-            yield key
-
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """Yield the names directly below `prefix`."""
-        for name in await self._aside(self._names, prefix.strip("/")):
-            yield name
-
     # -- writing -------------------------------------------------------------------------------------------
 
     async def set(self, key: str, value: Buffer) -> None:
@@ -216,11 +152,11 @@ class SessionStore(Store):
         chunk = self._chunk(key)
         if chunk is not None and len(data) == self._model._chunk_size(chunk[0]):
             self._tensors.write(*chunk, data)
-            self._keys.forget([key])
+            self._changed.forget([key])
         elif chunk is None and self._model._document(key) == data:
-            self._keys.forget([key])
+            self._changed.forget([key])
         else:
-            self._keys.put(key, data)
+            self._changed.put(key, data)
 
     async def delete(self, key: str) -> None:
         """Delete a key; a deleted chunk is one of zeros, as everywhere in Zarr.
@@ -238,9 +174,9 @@ class SessionStore(Store):
         if chunk is not None:
             self._tensors.write(*chunk, bytes(self._model._chunk_size(chunk[0])))
         if self._model._size(key) is None:
-            self._keys.forget([key])
+            self._changed.forget([key])
         else:
-            self._keys.delete(key)
+            self._changed.delete(key)
 
     @property
     def arrays(self) -> dict[str, Tensor]:
@@ -260,45 +196,41 @@ class SessionStore(Store):
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    async def _aside(self, call: Callable[[str], Result], key: str) -> Result:
-        await self._ensure_open()
-        return await asyncio.to_thread(call, key)
-
     def _chunk(self, key: str) -> tuple[Tensor, int] | None:
         """Return the tensor and the block's number that a key stands for, while its array is that of the tensor."""
         found = self._model._chunk(key)
         if found is None:
             return None
         document = f"{self._paths[found[0].name]}/{METADATA}"
-        return None if self._keys.knows(document) else found
+        return None if self._changed.knows(document) else found
 
     @cached_property
     def _paths(self) -> dict[str, str]:
         return {tensor.name: path for path, tensor in self._model.arrays.items()}
 
     def _value(self, key: str) -> Any:
-        value = self._keys.get(key)
-        if value is not None or key in self._keys.deleted:
+        value = self._changed.get(key)
+        if value is not None or key in self._changed.deleted:
             return value
         return self._model._value(key)
 
     def _size(self, key: str) -> int | None:
-        size = self._keys.size(key)
-        if size is not None or key in self._keys.deleted:
+        size = self._changed.size(key)
+        if size is not None or key in self._changed.deleted:
             return size
         return self._model._size(key)
 
-    def _all(self, prefix: str) -> Iterable[str]:
-        deleted = self._keys.deleted
+    def _keys(self, prefix: str) -> Iterable[str]:
+        deleted = self._changed.deleted
         kept = [key for key in self._model._keys(prefix) if key not in deleted]
         known = set(kept)
-        return kept + sorted(key for key in self._keys.given if key.startswith(prefix) and key not in known)
+        return kept + sorted(key for key in self._changed.given if key.startswith(prefix) and key not in known)
 
     def _names(self, folder: str) -> Iterable[str]:
-        if not self._keys:
+        if not self._changed:
             return self._model._names(folder)
         below = f"{folder}/" if folder else ""
-        return dict.fromkeys(key[len(below) :].partition("/")[0] for key in self._all(below))
+        return dict.fromkeys(key[len(below) :].partition("/")[0] for key in self._keys(below))
 
 
 def _again(path: str, identity: str, read_only: bool) -> SessionStore:

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from mergefs.backend import flush_folder
 from mergefs.errors import DestinationError, MergefsError
 from mergefs.hashing import Buffer
 from mergefs.serve.layout import OutputFile
@@ -273,11 +274,7 @@ def _parents(folder: Path, path: str) -> Iterator[Path]:
 
 def _flush_folder(folder: Path) -> None:
     with writing(folder):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush_folder(folder)
 
 
 # -- folders elsewhere -------------------------------------------------------------------------------------

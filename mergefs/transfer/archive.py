@@ -141,7 +141,11 @@ class Archive(Side):
     def receiving(self) -> Iterator[Receiver]:
         """See `Side.receiving`."""
         with tempfile.TemporaryDirectory(prefix="mergefs-push-") as scratch:
-            yield _Receiver(self, Path(scratch))
+            receiver = _Receiver(self, Path(scratch))
+            try:
+                yield receiver
+            finally:
+                receiver.close()
 
     # -- inside --------------------------------------------------------------------------------------------
 
@@ -227,18 +231,14 @@ class _Receiver(Receiver):
             self._count += 1
             self._open = PackWriter(self._scratch / str(self._count), sync=False)
         for record, payload in zip(records, payloads, strict=True):
-            self._open.append(
-                record.block,
-                payload,
-                raw_length=record.raw_length,
-                encoding=record.encoding,
-                dtype=record.dtype,
-                base=record.base,
-                tier=record.tier,
-                tiers=record.tiers,
-            )
+            self._open.append_as(record, payload)
         if self._open.size >= PACK_BYTES:
             self._close()
+
+    def close(self) -> None:
+        """Drop the pack that is not finished."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
 
     def _close(self) -> None:
         if self._open is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from mergefs.blocks.codecs import Encoded, Encoding
-from mergefs.blocks.pack import NO_BASE, Record, pack_name
+from mergefs.blocks.pack import Record, pack_name
 from mergefs.blocks.writer import BlockWriter
 from mergefs.catalog.leases import Lease
 from mergefs.catalog.tables import Location
@@ -80,9 +80,7 @@ class _Receiver(Receiver):
     def add(self, records: Sequence[Record], payloads: Sequence[bytes]) -> None:
         first = records[0]
         encoded = Encoded(Encoding(first.encoding), tuple(payloads))
-        self._writer.add(
-            first.block, encoded, raw_length=first.raw_length, dtype=first.dtype, base=first.base or NO_BASE
-        )
+        self._writer.add(first.block, encoded, raw_length=first.raw_length, dtype=first.dtype, base=first.base)
 
     def publish(self, model: Model, name: str, *, replace: bool) -> None:
         self._writer.flush()

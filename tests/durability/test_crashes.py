@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from builders import fine_tuned, new_repository, random_model, recipe_text, write_model
+from builders import fine_tuned, merged_models, new_repository, random_model, recipe_text, write_model
 
 from mergefs.errors import CatalogMissingError, NotARepositoryError
 from mergefs.rebuild import rebuild
@@ -92,20 +92,10 @@ def _merge(repository: Repository, name: str, budget: str | None = None) -> None
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a repository, checkpoints and recipes."""
-    base = random_model(1)
-    write_model(tmp_path / "base", base, {"config.json": b"{}"})
-    write_model(tmp_path / "new", fine_tuned(base, 7), {"config.json": b"{}", "README.md": b"new"})
-    with new_repository(tmp_path / "repository") as repository:
-        repository.ingest(tmp_path / "base", "base")
-        for seed, name in enumerate(["x", "y"]):
-            write_model(tmp_path / name, fine_tuned(base, seed), {"config.json": b"{}"})
-            repository.ingest(tmp_path / name, name, base="base")
-        for name, weight in (("recipe", 0.5), ("other", 0.25)):
-            models = [("x", {"weight": weight}), ("y", {"weight": 0.5})]
-            (tmp_path / f"{name}.yml").write_text(recipe_text("task_arithmetic", models, "base"))
-        recipe = Recipe.load(tmp_path / "recipe.yml")
-        repository.merge(recipe, "merged")
-        repository.merge(recipe, "later", lazy=True)
+    merged_models(tmp_path).close()
+    write_model(tmp_path / "new", fine_tuned(random_model(1), 7), {"config.json": b"{}", "README.md": b"new"})
+    models = [("x", {"weight": 0.25}), ("y", {"weight": 0.5})]
+    (tmp_path / "other.yml").write_text(recipe_text("task_arithmetic", models, "base"))
     return tmp_path
 
 

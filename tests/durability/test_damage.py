@@ -12,9 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from builders import fine_tuned, new_repository, random_model, recipe_text, served, write_model
-
-from mergefs.recipe import Recipe
+from builders import merged_models, served
 
 LOOK = """
 import json, sys
@@ -43,18 +41,7 @@ print(json.dumps(found))
 def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, str]]]:
     """A repository that is closed, and the files of its models by their hashes."""
     folder = tmp_path_factory.mktemp("sound")
-    base = random_model(1)
-    write_model(folder / "base", base, {"config.json": b"{}"})
-    with new_repository(folder / "repository") as repository:
-        repository.ingest(folder / "base", "base")
-        for seed, name in enumerate(["x", "y"]):
-            write_model(folder / name, fine_tuned(base, seed), {"config.json": b"{}"})
-            repository.ingest(folder / name, name, base="base")
-        models = [("x", {"weight": 0.5}), ("y", {"weight": 0.5})]
-        (folder / "recipe.yml").write_text(recipe_text("task_arithmetic", models, "base"))
-        recipe = Recipe.load(folder / "recipe.yml")
-        repository.merge(recipe, "merged")
-        repository.merge(recipe, "later", lazy=True)
+    with merged_models(folder) as repository:
         files = {name: served(repository, name) for name in repository.refs()}
     return folder / "repository", files
 

@@ -211,10 +211,10 @@ class TestSessionStore(StoreTests[SessionStore, cpu.Buffer]):
         return {"session": session}
 
     async def set(self, store: SessionStore, key: str, value: Buffer) -> None:
-        store._keys.put(key, value.to_bytes())
+        store._changed.put(key, value.to_bytes())
 
     async def get(self, store: SessionStore, key: str) -> Buffer:
-        value = store._keys.get(key)
+        value = store._changed.get(key)
         assert value is not None
         return self.buffer_cls.from_bytes(value)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
-from builders import fine_tuned, new_repository, random_model, recipe_text, served, write_model
+from builders import merged_models, new_repository, random_model, served, write_model
 
 from mergefs.blocks.pack import pack_name, read_records
 from mergefs.errors import CorruptionError, NotARepositoryError, NotFoundError, RefMovedError, UserError
-from mergefs.recipe import Recipe
 from mergefs.repository import Repository
 from mergefs.transfer import archive
 
@@ -20,22 +18,7 @@ from mergefs.transfer import archive
 @pytest.fixture
 def models(tmp_path: Path) -> Repository:
     """A base, two experts, a merge, and a lazy one."""
-    repository = new_repository(tmp_path / "here")
-    base = random_model(1)
-    write_model(tmp_path / "base", base, {"config.json": b"{}"})
-    repository.ingest(tmp_path / "base", "base")
-    for seed, name in enumerate(["x", "y"]):
-        write_model(tmp_path / name, fine_tuned(base, seed), {"config.json": b"{}"})
-        repository.ingest(tmp_path / name, name, base="base")
-    _merge(repository, "merged")
-    _merge(repository, "later", lazy=True)
-    return repository
-
-
-def _merge(repository: Repository, name: str, **options: Any) -> None:
-    path = repository.path.parent / "recipe.yml"
-    path.write_text(recipe_text("task_arithmetic", [("x", {"weight": 0.5}), ("y", {"weight": 0.5})], "base"))
-    repository.merge(Recipe.load(path), name, **options)
+    return merged_models(tmp_path)
 
 
 @pytest.fixture(params=["repository", "memory", "file"])
