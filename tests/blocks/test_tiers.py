@@ -26,7 +26,7 @@ from mergefs.dtypes import DTYPES
 from mergefs.errors import CorruptionError
 
 BF16 = DTYPES["BF16"]
-EXACT: tuple[tiers.Exact, ...] = ("fast", "small")
+EXACT: tuple[tiers.Exact, ...] = ("fast", "small", "quick")
 VECTORS = Path(__file__).parents[2] / "spec" / "vectors" / "tiers.json"
 SPECIAL = (
     0x0000,

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from mergefs.blocks.tiers.encoder import Encoded
     from mergefs.blocks.tiers.exact_fast import ClassOrder
 
-PAYS = 0.66
-"""All tiers together may take this share of the raw bytes: a bf16 block takes about as much without any base."""
+PAYS = {"fast": 0.66, "small": 0.66, "quick": 0.95}
+"""All tiers together may take this share of the raw bytes, with each coding. A bf16 block takes two thirds without any
+base; who chooses `quick` has the room."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def encode(
     if dtype.name != "BF16":
         return None
     encoded = encode_always(expert, base, exact, sample)
-    if not encoded.finite or sum(map(len, encoded.tiers)) > PAYS * len(expert):
+    if not encoded.finite or sum(map(len, encoded.tiers)) > PAYS[exact] * len(expert):
         return None
     return TieredBlock(encoded.tiers, encoded.errors, encoded.sampled)
 

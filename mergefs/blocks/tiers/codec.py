@@ -11,6 +11,7 @@ from numcodecs.abc import Codec
 from numcodecs.compat import ensure_contiguous_ndarray
 
 from mergefs.blocks import tiers
+from mergefs.blocks.exact import CODINGS
 from mergefs.blocks.tiers.layout import COARSE_TIERS
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
@@ -22,14 +23,14 @@ class TieredDelta(Codec):  # type: ignore[misc]
     Any bf16 block can be encoded, also one for which `tiers.encode` says that it does not pay.
 
     Args:
-        exact: the exact tier's coding, `fast` or `small`.
+        exact: the exact tier's coding, `fast`, `small` or `quick`.
         base: the base block's bytes (not part of the codec's configuration: give it before use).
     """
 
     codec_id = "mergefs_tiers"
 
     def __init__(self, exact: tiers.Exact = "fast", base: Buffer | None = None) -> None:
-        if exact not in ("fast", "small"):
+        if exact not in CODINGS:
             raise ValueError(f"mergefs_tiers has no exact coding {exact!r}")
         self.exact = exact
         self.base = base

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mergefs.blocks import zstd_frames
 from mergefs.blocks.tiers.coarse import NOTHING, Coarse, CoarseTier, Prediction
 from mergefs.blocks.tiers.exact_fast import NO_ORDER, ClassOrder, FastTier
+from mergefs.blocks.tiers.exact_quick import QuickTier
 from mergefs.blocks.tiers.exact_small import SmallTier
 from mergefs.blocks.tiers.kernels import rests, runs, wide
 from mergefs.blocks.tiers.layout import COARSE_TIERS, Kind, read_header, split_mask
@@ -37,7 +38,7 @@ class Opened:
         self.base = base
         self.mask: NDArray[np.uint8] | None = None
         self.coarse: list[CoarseTier] = []
-        self.exact: FastTier | SmallTier | None = None
+        self.exact: FastTier | SmallTier | QuickTier | None = None
         payloads = [memoryview(tier).cast("B") for tier in tiers]
         if payloads:
             self.mask, payloads[0] = split_mask(payloads[0], base.size)
@@ -54,7 +55,7 @@ class Opened:
             elif index < len(payloads) - 1:
                 raise ValueError("an exact tier before the last one")
             else:
-                self.exact = (FastTier if header.kind is Kind.FAST else SmallTier).read(header, payload, n)
+                self.exact = _EXACT[header.kind].read(header, payload, n)
         if len(self.coarse) > COARSE_TIERS or (self.exact is not None and len(self.coarse) not in (0, COARSE_TIERS)):
             raise ValueError(f"a block of {len(self.coarse)} coarse tiers")
 
@@ -62,7 +63,7 @@ class Opened:
         """Return what the coarse tiers hold, and the contents of the exact tier's frames."""
         frames = [frame for tier in self.coarse for frame in tier.frames]
         count = len(frames)
-        if self.exact is not None:
+        if self.exact is not None and not isinstance(self.exact, QuickTier):
             frames.extend(self.exact.frames)
         contents = zstd_frames.decompress_all(frames, room("frames", sum(f.size for f in frames), np.uint8))
         return Coarse.make(self.coarse, contents[:count], self.base.size), contents[count:]
@@ -79,6 +80,24 @@ class Opened:
         predicted = room("predicted", self.base.size, np.uint16)
         coarse.check(self.coarse, wide.predictions(self.base, coarse, codes, unit, predicted))
         return predicted, coarse.q, contents
+
+    def restore(self, out: NDArray[np.uint16]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+        """Write the expert's bits (uint16[n]), and return the quantised magnitudes (int8[n]) and the rests (uint16[n]).
+
+        Raises:
+            ValueError: when a tier is missing or does not fit the block.
+        """
+        predicted, q, contents = self.predict()
+        if isinstance(self.exact, QuickTier):
+            self.exact.bits(self.base, out)
+            rest = room("rests", self.base.size, np.uint16)
+            rests.take(out, predicted, q, rest)
+            return q, rest
+        if self.exact is None:
+            raise ValueError("the exact tier is missing")
+        rest = self.exact.rests(contents, self.base, q)
+        rests.apply(rest, predicted, q, out)
+        return q, rest
 
     @property
     def prediction(self) -> Prediction:
@@ -102,7 +121,9 @@ def delta(
         out[:] = 0
         return
     found = out if opened.mask is None else room("delta", opened.base.size, np.float32)
-    if isinstance(opened.exact, FastTier):
+    if isinstance(opened.exact, QuickTier):
+        opened.exact.deltas(opened.base, found)
+    elif isinstance(opened.exact, FastTier):
         _fast_delta(opened, opened.exact, None if opened.mask is not None else order, found)
     elif opened.exact is not None:
         rests.subtract(_exact(opened), base, out)
@@ -143,12 +164,20 @@ def exact(tiers: Sequence[Buffer], base: NDArray[np.uint16]) -> NDArray[np.uint1
 
 
 def _exact(opened: Opened) -> NDArray[np.uint16]:
-    assert opened.exact is not None
-    predicted, q, contents = opened.predict()
     found = np.empty(opened.base.size, np.uint16)
-    rests.apply(opened.exact.rests(contents, opened.base, q), predicted, q, found)
+    if isinstance(opened.exact, QuickTier):
+        opened.exact.bits(opened.base, found)
+    else:
+        opened.restore(found)
     if opened.mask is None:
         return found
     out = opened.full.copy()
     runs.put(found, opened.mask, out)
     return out
+
+
+_EXACT: dict[Kind, type[FastTier | SmallTier | QuickTier]] = {
+    Kind.FAST: FastTier,
+    Kind.SMALL: SmallTier,
+    Kind.QUICK: QuickTier,
+}

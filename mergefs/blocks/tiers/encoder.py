@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.exact import Exact
-from mergefs.blocks.tiers import coarse, exact_fast, exact_small
+from mergefs.blocks.tiers import coarse, exact_fast, exact_quick, exact_small
 from mergefs.blocks.tiers.kernels import quantise, rests, runs, wide
 from mergefs.blocks.tiers.layout import ALL_CLASSES, COARSE_TIERS, RUN, Header, Kind, write_mask
 from mergefs.blocks.tiers.scratch import room
@@ -41,11 +41,14 @@ SMALLEST_RMS = 2.0**-90
 LARGEST_BITS = 0x7F00
 """Magnitudes from here on are infinite, not a number, or so large that a prediction could overflow."""
 
-EXACT_WRITERS: Mapping[Exact, Callable[[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.int8]], bytes]] = {
+_Bits = NDArray[np.uint16]
+EXACT_WRITERS: Mapping[Exact, Callable[[_Bits, _Bits, _Bits, NDArray[np.int8]], bytes]] = {
     "fast": exact_fast.write,
     "small": exact_small.write,
+    "quick": exact_quick.write,
 }
-"""What writes the exact tier of each coding, from the zigzag rests, the base's bits and the quantised magnitudes."""
+"""What writes the exact tier of each coding, from the expert's bits, the zigzag rests, the base's bits and the
+quantised magnitudes."""
 
 NO_SAMPLE = np.empty(0, np.int64)
 
@@ -102,7 +105,7 @@ def encode(
     predicted, rest = room("predicted", base.size, np.uint16), room("rests", base.size, np.uint16)
     wide.predict(base, q, prediction.codes, prediction.unit, predicted)
     rests.take(expert, predicted, q, rest)
-    tiers.append(EXACT_WRITERS[exact](rest, base, q))
+    tiers.append(EXACT_WRITERS[exact](expert, rest, base, q))
     tiers[0] = before + tiers[0]
     return Encoded(tuple(tiers), (*errors, 0.0), finite, sampled)
 

@@ -15,7 +15,9 @@ from mergefs.blocks.zstd_frames import Frame
 from mergefs.hashing import Buffer
 
 
-def write(rests: NDArray[np.uint16], base: NDArray[np.uint16], q: NDArray[np.int8]) -> bytes:
+def write(
+    expert: NDArray[np.uint16], rests: NDArray[np.uint16], base: NDArray[np.uint16], q: NDArray[np.int8]
+) -> bytes:
     """Return the payload of the zigzag rests (uint16[n])."""
     n = base.size
     starts = np.empty(257, np.uint64)

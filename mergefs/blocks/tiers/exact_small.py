@@ -24,7 +24,9 @@ _STATES = 4 * rans.LANES
 _LONGEST_TABLE = 1 + 3 * rans.SYMBOLS
 
 
-def write(rests: NDArray[np.uint16], base: NDArray[np.uint16], q: NDArray[np.int8]) -> bytes:
+def write(
+    expert: NDArray[np.uint16], rests: NDArray[np.uint16], base: NDArray[np.uint16], q: NDArray[np.int8]
+) -> bytes:
     """Return the payload of the zigzag rests (uint16[n])."""
     n = base.size
     padded = n + -n % rans.LANES

@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     DENSE = 2
     FAST = 3
     SMALL = 4
+    QUICK = 5
 
     @property
     def exact(self) -> bool:

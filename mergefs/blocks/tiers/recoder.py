@@ -13,7 +13,7 @@ from mergefs.blocks.tiers.encoder import EXACT_WRITERS
 from mergefs.blocks.tiers.layout import Kind, header_start
 from mergefs.hashing import Buffer
 
-_CODINGS: dict[int, Exact] = {Kind.FAST: "fast", Kind.SMALL: "small"}
+_CODINGS: dict[int, Exact] = {Kind.FAST: "fast", Kind.SMALL: "small", Kind.QUICK: "quick"}
 
 
 def coding(head: memoryview) -> Exact | None:
@@ -33,9 +33,9 @@ def recode(tiers: Sequence[Buffer], base: NDArray[np.uint16], exact: Exact) -> b
     opened = Opened(tiers, base)
     if opened.exact is None:
         raise ValueError("the exact tier is missing")
-    _, q, contents = opened.predict()
-    rests = opened.exact.rests(contents, opened.base, q)
-    payload = EXACT_WRITERS[exact](rests, opened.base, q)
+    expert = np.empty(opened.base.size, np.uint16)
+    q, rest = opened.restore(expert)
+    payload = EXACT_WRITERS[exact](expert, rest, opened.base, q)
     # An exact tier that is alone has the mask before it.
     last = memoryview(tiers[-1]).cast("B")
     return bytes(last[: header_start(last)]) + payload
