@@ -274,7 +274,7 @@ class _Checker:
 
 def _try(reader: BlockReader, location: Location) -> tuple[Location, str | None]:
     try:
-        reader.read(location.record.block, Kind.METADATA)
+        reader.check(location.record.block, Kind.METADATA)
     except MergefsError as error:
         return location, str(error)
     return location, None

@@ -458,7 +458,7 @@ class _Worker:
             with suppress(BlocksCollectedError):
                 return self._stored(piece, raw, block, measure, read, base_dtype)
         if entry.dtype is not base_dtype:
-            return _Done(piece, raw, block, codecs.encode(raw, entry.dtype), NO_BASE, measure)
+            return _Done(piece, raw, block, codecs.encode(raw, entry.dtype, exact=self._exact), NO_BASE, measure)
         root, root_raw = next(iter(read.items()))
         encoded = codecs.encode_tiered(raw, entry.dtype, root_raw, self._exact, sample)
         coarse = coarse_sample(encoded.sampled, root_raw, entry.dtype, base, base_dtype, sample)

@@ -14,7 +14,9 @@ from typing import Any
 
 from mergefs.backend import LocalBackend, flush_folder
 from mergefs.blocks import codecs
+from mergefs.blocks.encoding import TIERED
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name, read_records
+from mergefs.blocks.tiers import decode_delta
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import living
 from mergefs.catalog.tables import Catalog, Location, get_location, put_location
@@ -95,7 +97,8 @@ def usable_tiers(backend: LocalBackend, found: Iterable[Location], base: Buffer 
     kinds: dict[tuple[Any, ...], dict[int, list[Location]]] = {}
     for location in found:
         record = location.record
-        key = (record.base, record.encoding, record.dtype, record.raw_length, record.tiers)
+        encoding = codecs.Encoding.TIERS if record.encoding in TIERED else record.encoding
+        key = (record.base, encoding, record.dtype, record.raw_length, record.tiers)
         kinds.setdefault(key, {}).setdefault(record.tier, []).append(location)
     for (_, _, _, _, tiers), by_tier in kinds.items():
         if sorted(by_tier) != list(range(tiers)):
@@ -119,8 +122,10 @@ def _decodes(backend: LocalBackend, tiers: tuple[Location, ...], base: Buffer | 
             return False
         payloads.append(payload)
     try:
-        if record.encoding == codecs.Encoding.TIERS:
+        if record.encoding in TIERED:
             raw = None if base is None else codecs.decode_tiers(payloads, record.raw_length, base)
+            if base is not None and len(payloads) > 1:
+                decode_delta(payloads[:-1], base)  # an exact tier that is read alone says nothing of the others
         else:
             raw = codecs.decode(record.encoding, payloads[0], record.raw_length, record.dtype, base)
     except CorruptionError:

@@ -1,24 +1,25 @@
-"""Repack: the exact tiers of stored experts in another coding, while others read, ingest and collect."""
+"""Repack: what is stored in another coding, while others read, ingest and collect."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 from mergefs.blocks import codecs, tiers
-from mergefs.blocks.codecs import Encoding
+from mergefs.blocks.encoding import TIERED, Encoding
 from mergefs.blocks.exact import Exact, check_exact
-from mergefs.blocks.pack import pack_name
+from mergefs.blocks.pack import NO_BASE, Record, pack_name
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease
 from mergefs.catalog.tables import Location, get_manifest, get_tiers, locations
+from mergefs.dtypes import BY_CODE
 from mergefs.errors import BlocksCollectedError, CorruptionError
-from mergefs.hashing import digest
+from mergefs.hashing import Buffer, digest
 from mergefs.pipeline import available_cores, ordered
 from mergefs.rewriting import Rewrite, delete_objects, is_spent
 from mergefs.statistics.stored import refresh_stored_bytes
@@ -40,7 +41,7 @@ class RepackReport:
 
     Attributes:
         exact: the coding of the exact tiers now.
-        blocks_repacked: blocks whose exact tier had another.
+        blocks_repacked: blocks that are encoded otherwise now.
         stored_bytes_before, stored_bytes_after: bytes of all packs.
         seconds: wall time.
     """
@@ -55,14 +56,14 @@ class RepackReport:
 def repack(
     store: Store, exact: str | None = None, *, threads: int | None = None, progress: Progress | None = None
 ) -> RepackReport:
-    """Write every exact tier that is not in the repository's coding anew.
+    """Write every exact tier that is not in the repository's coding anew; with `quick`, and from it, other blocks too.
 
     May run while others read, ingest, merge and collect. When it is interrupted, the repository is whole, and another
     run does the rest.
 
     Args:
         store: the repository.
-        exact: the coding that the repository is to have from now on, `fast` or `small`; by default the one it has.
+        exact: the coding that the repository is to have from now on, `fast`, `small` or `quick`; by default the one it has.
         threads: how many to work with; all cores by default.
         progress: told how far it is.
 
@@ -79,7 +80,7 @@ def repack(
         if exact is not None:
             store.use_exact(exact)
         coding = store.exact
-        blocks = _tiered_blocks(store)
+        blocks = _blocks(store, coding)
         threads = threads or available_cores()
         recoded = ordered(_Recoder(store, coding), blocks, threads=threads, window=2 * threads + 2)
         with _Replacement(store, lease.id) as replacement:
@@ -115,13 +116,13 @@ def _pack_bytes(store: Store) -> int:
     return sum(size for _, size in store.backend.list("packs"))
 
 
-def _tiered_blocks(store: Store) -> list[bytes]:
-    """Return every block that has tiers: models in the order of their ages, their blocks in the manifests' order."""
+def _blocks(store: Store, exact: Exact) -> list[bytes]:
+    """Return every block that may be encoded otherwise: models in the order of their ages, their blocks in the manifests' order."""
     with store.catalog.read() as txn:
         places = {
             location.record.block: (location.pack, location.record.offset)
             for location in locations(txn)
-            if location.record.encoding == Encoding.TIERS
+            if _may_change(location.record, exact)
         }
         ages = {key.hex(): (get_manifest(txn, key.hex()) or {}).get("time", 0.0) for key, _ in txn.items("manifests")}
     found: dict[bytes, None] = {}
@@ -133,21 +134,32 @@ def _tiered_blocks(store: Store) -> list[bytes]:
     return list(found)
 
 
+def _may_change(record: Record, exact: Exact) -> bool:
+    if record.encoding in TIERED:
+        return True
+    if exact == "quick":
+        delta = record.encoding == Encoding.ULP_ZSTD and BY_CODE[record.dtype].name == "BF16"
+        return delta or record.encoding == Encoding.SHUFFLE_ZSTD
+    return record.encoding == Encoding.RAW and BY_CODE[record.dtype].itemsize > 1
+
+
 @dataclass(frozen=True)
 class _Recoded:
-    """A block's exact tier in the new coding.
+    """A block's exact tier in the new coding, or a block without tiers in another encoding.
 
     Attributes:
         old: where its tiers lie that it was made from.
-        payload: the new exact tier.
+        record: what is to be said of the new payload, but for its place.
+        payload: it.
     """
 
     old: tuple[Location, ...]
+    record: Record
     payload: bytes
 
 
 class _Recoder:
-    """Makes the exact tier of a block anew where it has another coding. Runs on many threads."""
+    """Encodes a block, or its exact tier, anew where it has another coding. Runs on many threads."""
 
     def __init__(self, store: Store, exact: Exact) -> None:
         self._store = store
@@ -156,7 +168,7 @@ class _Recoder:
 
     def __call__(self, block: bytes) -> _Recoded | None:
         old = self._store.catalog.tiers(block)
-        if old and self._is_done(old[-1]):
+        if old and old[-1].record.encoding in TIERED and self._is_done(old[-1]):
             return None
         try:
             return self._recoded(block)
@@ -167,15 +179,33 @@ class _Recoder:
 
     def _recoded(self, block: bytes) -> _Recoded | None:
         old, payloads = self._reader.read_payloads(block, Kind.EXPERT)
-        record = old[0].record
-        if record.encoding != Encoding.TIERS or tiers.coding(payloads[-1]) == self._exact:
+        record = old[-1].record
+        if record.encoding not in TIERED:
+            return self._encoded(block, old)
+        if tiers.coding(payloads[-1]) == self._exact:
             return None
         base = self._reader.read(record.base, Kind.BASE)
         payload = tiers.recode(payloads, base, self._exact)
+        quick = self._exact == "quick"
+        if quick and len(payload) <= sum(map(len, payloads[:-1])):
+            return None  # it is there to be read in the place of the others
         raw = codecs.decode_tiers([*payloads[:-1], payload], record.raw_length, base)
         if digest(raw) != block:
             raise CorruptionError(f"block {block.hex()} is damaged: its bytes have another hash")
-        return _Recoded(old, payload)
+        return _Recoded(old, replace(record, encoding=Encoding.QUICK if quick else Encoding.TIERS), payload)
+
+    def _encoded(self, block: bytes, old: tuple[Location, ...]) -> _Recoded | None:
+        """Encode a block without tiers."""
+        record = old[0].record
+        known: dict[bytes, Buffer] = {}
+        base = None
+        if record.base != NO_BASE:
+            base = known[record.base] = self._reader.read(record.base, Kind.BASE)
+        encoded = codecs.encode(self._reader.read(block, Kind.BASE, known), BY_CODE[record.dtype], base, self._exact)
+        if encoded.encoding == record.encoding:
+            return None
+        below = record.base if encoded.encoding.needs_base else NO_BASE
+        return _Recoded(old, replace(record, encoding=encoded.encoding, base=below), encoded.payload)
 
     def _is_done(self, exact: Location) -> bool:
         """Tell from the beginning of an exact tier whether it has the coding already."""
@@ -205,9 +235,8 @@ class _Replacement:
 
     def add(self, recoded: _Recoded) -> None:
         """Take the next block."""
-        record = recoded.old[-1].record
-        self._waiting[record.block] = recoded.old
-        self._rewrite.append(record, recoded.payload)
+        self._waiting[recoded.record.block] = recoded.old
+        self._rewrite.append(recoded.record, recoded.payload)
         if self._rewrite.full:
             self.commit()
 

@@ -5,7 +5,6 @@ Each encoding is a numcodecs codec, or a chain of them, so that a payload can be
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,8 @@ from numcodecs.abc import Codec
 from numcodecs.compat import ensure_contiguous_ndarray
 from numpy.typing import NDArray
 
+from mergefs.blocks.encoding import TIERED
+from mergefs.blocks.encoding import Encoding as Encoding
 from mergefs.blocks.exact import Exact
 from mergefs.blocks.floats import unsigned
 from mergefs.blocks.zstd_frames import LEVEL, compress_planes, decompress
@@ -31,29 +32,14 @@ WORTH_TIERS = 1 << 16
 """Smaller blocks have no tiers: records and headers would cost more than the choice is worth."""
 
 
-class Encoding(enum.IntEnum):
-    """How a payload is to be read. The numbers are part of the format."""
-
-    RAW = 0
-    ZSTD = 1
-    SHUFFLE_ZSTD = 2
-    ULP_ZSTD = 3
-    TIERS = 4
-
-    @property
-    def needs_base(self) -> bool:
-        """Whether another block's bytes are needed to decode it."""
-        return self in (Encoding.ULP_ZSTD, Encoding.TIERS)
-
-
 @dataclass(frozen=True)
 class Encoded:
     """A block's payloads and how to read them.
 
     Attributes:
-        encoding: see `Encoding`.
-        payloads: one, or with `TIERS` one for each tier.
-        errors: with `TIERS`, the squared error that remains after each tier.
+        encoding: that of the last payload.
+        payloads: one, or one for each tier.
+        errors: of tiers, the squared error that remains after each.
         sampled: with several tiers, float32[sample, 3]: what the coarse ones give for the sampled elements.
     """
 
@@ -68,15 +54,22 @@ class Encoded:
         (payload,) = self.payloads
         return payload
 
+    def encoding_of(self, tier: int) -> Encoding:
+        """Return how one of the payloads is to be read."""
+        return self.encoding if tier == len(self.payloads) - 1 else Encoding.TIERS
 
-def encode(raw: Buffer, dtype: DType, base: Buffer | None = None) -> Encoded:
-    """Encode a block's bytes in the smallest way that pays.
+
+def encode(raw: Buffer, dtype: DType, base: Buffer | None = None, exact: Exact = "fast") -> Encoded:
+    """Encode a block's bytes: with `quick` in a way that is decoded in no time, otherwise in the smallest that pays.
 
     Args:
         raw: the block's bytes.
         dtype: its element type; U8 for a blob.
         base: the bytes of a block of the same length and dtype to take the difference from, or None.
+        exact: the repository's coding.
     """
+    if exact == "quick" and dtype.itemsize > 1:
+        return _encode_quick(raw, dtype, base)
     limit = int(len(raw) * WORTH_IT)
     if base is not None:
         delta = _ulp_encode(raw, base, dtype)
@@ -109,12 +102,27 @@ def encode_tiered(
 
     found = tiers.encode(raw, base, dtype, exact, sample) if len(raw) >= WORTH_TIERS else None
     if found is None:
-        return encode(raw, dtype, base)
-    return Encoded(Encoding.TIERS, found.tiers, found.errors, found.sampled if len(found.tiers) > 1 else None)
+        return encode(raw, dtype, base, exact)
+    encoding = Encoding.QUICK if exact == "quick" else Encoding.TIERS
+    return Encoded(encoding, found.tiers, found.errors, found.sampled if len(found.tiers) > 1 else None)
+
+
+def _encode_quick(raw: Buffer, dtype: DType, base: Buffer | None) -> Encoded:
+    from mergefs.blocks import tiers
+
+    limit = int(len(raw) * WORTH_IT)
+    if base is not None:
+        payload = tiers.encode_quick(raw, base, dtype)
+        if payload is not None and len(payload) <= limit:
+            return Encoded(Encoding.QUICK, (payload,))
+        delta = encode(raw, dtype, base)
+        if delta.encoding is Encoding.ULP_ZSTD:
+            return delta
+    return Encoded(Encoding.RAW, (bytes(raw),))
 
 
 def decode_tiers(payloads: Sequence[Buffer], raw_length: int, base: Buffer) -> Buffer:
-    """Return a block's bytes from all of its tiers.
+    """Return a block's bytes from its tiers: all, or of `quick` ones the last alone.
 
     Raises:
         CorruptionError: when they do not decode.
@@ -139,7 +147,7 @@ def decode(encoding: int, payload: Buffer, raw_length: int, dtype_code: int, bas
             raw: Buffer = payload
         elif kind is Encoding.ZSTD:
             raw = decompress(payload, raw_length).data
-        elif kind is Encoding.TIERS:
+        elif kind in TIERED:
             raise ValueError("its tiers are several payloads")
         elif kind is Encoding.SHUFFLE_ZSTD:
             raw = _unshuffle(decompress(payload, raw_length), dtype.itemsize)
@@ -170,7 +178,7 @@ def chain(encoding: int, dtype_code: int, base: Buffer | None = None) -> list[Co
         return [compressor]
     if kind is Encoding.SHUFFLE_ZSTD:
         return [numcodecs.Shuffle(elementsize=dtype.itemsize), compressor]
-    if kind is Encoding.TIERS:
+    if kind in TIERED:
         from mergefs.blocks.tiers.codec import TieredDelta
 
         return [TieredDelta(base=base)]

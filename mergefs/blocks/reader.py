@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from mergefs.backend import Backend
 from mergefs.blocks import codecs
+from mergefs.blocks.encoding import EXACT, TIERED
 from mergefs.blocks.joined import JoinedReads
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name
-from mergefs.catalog.tables import Catalog, Location
+from mergefs.catalog.tables import Catalog, Location, read_tiers
 from mergefs.errors import BudgetExceededError, CorruptionError
 from mergefs.hashing import Buffer, digest
 
@@ -137,9 +138,21 @@ class BlockReader:
             CorruptionError: when the block is missing, damaged, or not what its id says.
             BudgetExceededError: see `ReadCounter.add`.
         """
-        locations, payloads = self.read_payloads(block, kind)
+        locations, payloads = self.read_payloads(block, kind, EXACT)
         record = locations[0].record
         return self._decoded(record, payloads, self._base(record, kind, known, check=False))
+
+    def check(self, block: bytes, kind: Kind) -> None:
+        """Read all that is stored of a block, also what its bytes are not decoded from.
+
+        Raises: see `read`.
+        """
+        locations, payloads = self.read_payloads(block, kind)
+        record = locations[0].record
+        base = self._base(record, kind, None, check=False)
+        self._decoded(record, payloads, base)
+        if base is not None and len(payloads) > 1:
+            self._delta(record, payloads[:-1], base, None)
 
     def expect(self, block: bytes) -> None:
         """Note that a block will be read soon, so that its payload may be fetched meanwhile; see `Backend.expect`."""
@@ -152,10 +165,10 @@ class BlockReader:
 
         Args:
             block: the id (32 bytes).
-            depth: how many of its tiers will be read; all when None. With fewer, its base is not expected.
+            depth: to which it will be read; exactly, with its base, when None. Otherwise its base is not expected.
         """
         tiers = self.catalog.tiers(block)
-        for location in tiers[:depth]:
+        for location in read_tiers(tiers, EXACT if depth is None else depth):
             self._backend.expect(pack_name(location.pack), location.record.offset, location.record.length)
         if depth is None and tiers and tiers[0].record.base != NO_BASE:
             self.expect(tiers[0].record.base)
@@ -177,7 +190,7 @@ class BlockReader:
         record = locations[0].record
         base = self._base(record, kind, known)
         raw = self._decoded(record, payloads, base)
-        if base is None or record.encoding != codecs.Encoding.TIERS or len(payloads) == 1:
+        if base is None or record.encoding not in TIERED or len(payloads) == 1:
             return Depths(raw, (), None, base)
         exact = tiers.decode_delta(payloads, base)
         errors, sampled = [], np.empty((len(sample), len(payloads) - 1), np.float32)
@@ -191,7 +204,7 @@ class BlockReader:
     def _decoded(self, record: Record, payloads: list[bytes], base: Buffer | None, *, check: bool = True) -> Buffer:
         name = record.block.hex()
         try:
-            if record.encoding == codecs.Encoding.TIERS and base is not None:
+            if record.encoding in TIERED and base is not None:
                 raw = codecs.decode_tiers(payloads, record.raw_length, base)
             else:
                 raw = codecs.decode(record.encoding, payloads[0], record.raw_length, record.dtype, base)
@@ -241,7 +254,7 @@ class BlockReader:
         """
         locations, payloads = self.read_payloads(block, kind, depth)
         record = locations[0].record
-        if record.encoding != codecs.Encoding.TIERS or not depth < record.tiers:
+        if record.encoding not in TIERED or not depth < record.tiers:
             raise CorruptionError(f"block {block.hex()} has no {depth} coarse tiers: the plan is for other packs")
         base = self._base(record, kind, known)
         if base is None:
@@ -271,9 +284,9 @@ class BlockReader:
 
         Raises: see `read`.
         """
-        locations, payloads = self.read_payloads(block, kind)
+        locations, payloads = self.read_payloads(block, kind, EXACT)
         record = locations[0].record
-        if record.encoding == codecs.Encoding.TIERS and known.get(record.base) is base:
+        if record.encoding in TIERED and known.get(record.base) is base:
             self._delta(record, payloads, base, out, order)
             return None
         return self._decoded(record, payloads, self._base(record, kind, known))
@@ -319,7 +332,7 @@ class BlockReader:
     def read_payloads(
         self, block: bytes, kind: Kind, depth: int | None = None
     ) -> tuple[tuple[Location, ...], list[bytes]]:
-        """Return where all of a block's tiers lie, and the payloads of its first `depth` ones (all when None).
+        """Return where all of a block's tiers lie, and the payloads that are read for a depth (all when None).
 
         Raises:
             CorruptionError: when the block is missing, or a payload is not what was written.
@@ -331,7 +344,7 @@ class BlockReader:
         while True:
             if not locations:
                 raise CorruptionError(f"block {block.hex()} is not in the repository")
-            wanted = locations[:depth]
+            wanted = locations if depth is None else read_tiers(locations, depth)
             try:
                 for location in wanted[len(payloads) :]:
                     payloads.append(self._payload(location, kind))

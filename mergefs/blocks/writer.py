@@ -89,7 +89,7 @@ class BlockWriter:
                 block,
                 payload,
                 raw_length=raw_length,
-                encoding=encoded.encoding,
+                encoding=encoded.encoding_of(tier),
                 dtype=dtype,
                 base=base if encoded.encoding.needs_base else NO_BASE,
                 tier=tier,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from mergefs.blocks.encoding import Encoding
 from mergefs.blocks.pack import NO_BASE, Record
 from mergefs.catalog.environment import Environment, Transaction, shared
 from mergefs.errors import CorruptionError
@@ -113,6 +114,13 @@ def get_tiers(txn: Transaction, block: bytes) -> tuple[Location, ...]:
     found = tuple(_location(block, value) for _, value in txn.items("blocks", block))
     whole = found and [location.record.tier for location in found] == list(range(found[0].record.tiers))
     return found if whole else ()
+
+
+def read_tiers(tiers: tuple[Location, ...], depth: int) -> tuple[Location, ...]:
+    """Return those of a block's tiers that are read to decode it to a depth, its exact bytes where that is `EXACT`."""
+    if depth >= len(tiers) and tiers and tiers[-1].record.encoding == Encoding.QUICK:
+        return tiers[-1:]
+    return tiers[:depth]
 
 
 def put_location(txn: Transaction, pack: bytes, record: Record) -> None:

@@ -221,12 +221,12 @@ class _Work:
         if block == piece.twin or self._writer.known(block):
             return _Done(piece, block, raw, None, NO_BASE)
         if piece.twin is None:
-            return _Done(piece, block, raw, codecs.encode(raw, piece.dtype), NO_BASE)
+            return _Done(piece, block, raw, codecs.encode(raw, piece.dtype, exact=self._exact), NO_BASE)
         root, root_raw = next(iter(self._reader.read_with_root(piece.twin, Kind.BASE).items()))
         if tiered:
             encoded = codecs.encode_tiered(raw, piece.dtype, root_raw, self._exact)
         else:
-            encoded = codecs.encode(raw, piece.dtype, root_raw)
+            encoded = codecs.encode(raw, piece.dtype, root_raw, self._exact)
         return _Done(piece, block, raw, encoded, root)
 
     def _places(self, source: FileRecipe) -> Iterator[tuple[Tensor, int, int, int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mergefs.blocks import codecs
 from mergefs.blocks.codecs import Encoded
+from mergefs.blocks.exact import Exact
 from mergefs.blocks.pack import NO_BASE
 from mergefs.hashing import Buffer, digest
 from mergefs.manifest import Tensor
@@ -31,7 +32,7 @@ class EncodedBlock:
 
 
 def encode_derived(
-    plan: Plan, tensor: Tensor, base: BaseBlock, raw: Buffer, known: Callable[[bytes], bool]
+    plan: Plan, tensor: Tensor, base: BaseBlock, raw: Buffer, known: Callable[[bytes], bool], exact: Exact
 ) -> EncodedBlock:
     """Encode a block of a merged tensor.
 
@@ -41,13 +42,14 @@ def encode_derived(
         base: its block at that place.
         raw: the derived bytes.
         known: tells whether a block is stored.
+        exact: the repository's coding.
     """
     block = digest(raw)
     if known(block):
         return EncodedBlock(block, None, NO_BASE)
     dtype = output_dtype(plan, tensor)
     if dtype is not tensor.dtype:
-        return EncodedBlock(block, codecs.encode(raw, dtype), NO_BASE)
+        return EncodedBlock(block, codecs.encode(raw, dtype, exact=exact), NO_BASE)
     # The block that everything here is encoded against: the base's own, or the one that is encoded against.
     root, root_raw = next(iter(base.known.items()))
-    return EncodedBlock(block, codecs.encode(raw, dtype, root_raw), root)
+    return EncodedBlock(block, codecs.encode(raw, dtype, root_raw, exact), root)

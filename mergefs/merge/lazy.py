@@ -85,7 +85,7 @@ class Deriver:
             key = self._derivations.key(txn, below, number)
         base = sources.base_block(below, number)
         raw = derive(sources, below, number, base)
-        return raw, key, encode_derived(sources.plan, below, base, raw, known)
+        return raw, key, encode_derived(sources.plan, below, base, raw, known, self._store.exact)
 
     def expect(self, tensor: str, number: int) -> None:
         """Have what a block of the merged tensor is derived from brought from the disk meanwhile."""

@@ -12,7 +12,7 @@ from mergefs.blocks.joined import LONGEST, JoinedReads
 from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
 from mergefs.blocks.writer import BlockWriter
 from mergefs.catalog.leases import Lease
-from mergefs.catalog.tables import Location, get_tiers
+from mergefs.catalog.tables import Location, get_tiers, read_tiers
 from mergefs.dtypes import DTYPES
 from mergefs.errors import UserError
 from mergefs.hashing import digest
@@ -273,7 +273,7 @@ class Run:
                     block, below = (bytes.fromhex(of.blocks[job.number] or "") for of in (tensor, job.tensor))
                     depth = planned.depth(expert, job.number)
                     tiers = get_tiers(txn, block)
-                    wanted += tiers[:depth]
+                    wanted += read_tiers(tiers, depth)
                     needed += sum(tier_bytes(txn, tiers, below)[:depth])
             factors = factor_tiers(txn, ((expert, plan.tensor_by_name) for expert in self._experts))
             needed += sum(sum(tier_bytes(txn, tiers, b"")) for tiers in factors)
@@ -292,7 +292,7 @@ class Run:
     def _derive(self, writer: BlockWriter, sources: Sources, job: _Job) -> _Done:
         base = sources.base_block(job.tensor, job.number)
         raw = derive(sources, job.tensor, job.number, base)
-        return _Done(job, len(raw), encode_derived(self._plan, job.tensor, base, raw, writer.known))
+        return _Done(job, len(raw), encode_derived(self._plan, job.tensor, base, raw, writer.known, self._store.exact))
 
     def _keep(self, writer: BlockWriter, done: _Done) -> int:
         stored = done.stored

@@ -382,7 +382,7 @@ class Fitter:
         if writer.known(made):
             writer.reuse(made)
         elif dtype is not tensor.dtype:
-            writer.add(made, codecs.encode(raw, dtype), raw_length=len(raw), dtype=dtype.code)
+            writer.add(made, codecs.encode(raw, dtype, exact=self._store.exact), raw_length=len(raw), dtype=dtype.code)
         else:
             root, root_raw = next(iter(known.items()))
             sample = positions(tensor.elements, first, stop)

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from mergefs import canonical
+from mergefs.blocks.encoding import EXACT as EXACT
 from mergefs.errors import CorruptionError, FormatVersionError
 from mergefs.hashing import hex_digest
 from mergefs.manifest import Blob, FileRecipe
@@ -19,10 +20,6 @@ from mergefs.merge.parameters import Scalar
 
 FORMAT = "mergefs-plan"
 VERSION = 1
-
-
-EXACT = 9
-"""The depth that means all tiers, however many there are: exact."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from collections.abc import Container, Iterable
 
 import numpy as np
 
+from mergefs.blocks.encoding import EXACT
 from mergefs.catalog.environment import Transaction
-from mergefs.catalog.tables import Location, get_location, get_tiers
+from mergefs.catalog.tables import Location, get_location, get_tiers, read_tiers
 from mergefs.manifest import Difference, LowRank, Manifest, Tensor
 from mergefs.statistics.tensor import TensorStatistics, statistics_key
 
@@ -90,7 +91,8 @@ def refresh_stored_bytes(txn: Transaction, expert: Manifest, base: Manifest) -> 
 
 
 def tier_bytes(txn: Transaction, tiers: tuple[Location, ...], below: bytes) -> tuple[int, ...]:
-    """Return what reading each tier of an expert's block takes, when the base's block `below` has been read.
+    """Return how much more reading each tier of an expert's block takes than reading those before, when the base's block
+    `below` has been read.
 
     Where the block is encoded against a block that is not read for the base's sake, that one comes with its first tier.
 
@@ -102,6 +104,8 @@ def tier_bytes(txn: Transaction, tiers: tuple[Location, ...], below: bytes) -> t
     if not tiers:
         return ()
     lengths = [location.record.length for location in tiers]
+    if len(read_tiers(tiers, EXACT)) < len(tiers):
+        lengths[-1] -= sum(lengths[:-1])  # it is read in their place
     root = get_location(txn, tiers[0].record.base)
     if root is not None and root.record.block != below:
         own = get_location(txn, below)

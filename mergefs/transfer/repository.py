@@ -79,7 +79,7 @@ class _Receiver(Receiver):
 
     def add(self, records: Sequence[Record], payloads: Sequence[bytes]) -> None:
         first = records[0]
-        encoded = Encoded(Encoding(first.encoding), tuple(payloads))
+        encoded = Encoded(Encoding(records[-1].encoding), tuple(payloads))
         self._writer.add(first.block, encoded, raw_length=first.raw_length, dtype=first.dtype, base=first.base)
 
     def publish(self, model: Model, name: str, *, replace: bool) -> None:

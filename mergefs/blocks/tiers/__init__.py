@@ -1,7 +1,7 @@
 """Tiered lossless encoding of an expert's bf16 block against its base block. See spec/tiers.md.
 
 The first tiers quantise the delta coarsely, each refining the one before; the last one restores the exact bits. Any
-prefix of a block's tiers decodes to a delta.
+prefix of a block's tiers decodes to a delta; so does an exact tier `quick` alone.
 """
 
 from __future__ import annotations
@@ -56,13 +56,18 @@ def encode(
 
     Returns:
         None where another encoding is to be used: for dtypes other than BF16, for blocks where an element of either
-        side is infinite, not a number or of a magnitude of 2^127 or more, and where tiers take over 0.66 of the raw
-        bytes (unrelated blocks; blocks of a few elements).
+        side is infinite, not a number or of a magnitude of 2^127 or more, and where tiers do not pay (unrelated blocks;
+        blocks of a few elements).
     """
     if dtype.name != "BF16":
         return None
     encoded = encode_always(expert, base, exact, sample)
-    if not encoded.finite or sum(map(len, encoded.tiers)) > PAYS[exact] * len(expert):
+    *coarse, last = map(len, encoded.tiers)
+    if (
+        not encoded.finite
+        or sum(coarse) + last > PAYS[exact] * len(expert)
+        or (exact == "quick" and sum(coarse) >= last)
+    ):
         return None
     return TieredBlock(encoded.tiers, encoded.errors, encoded.sampled)
 
@@ -74,6 +79,15 @@ def encode_always(expert: Buffer, base: Buffer, exact: Exact, sample: NDArray[np
     return encoder.encode(_bits(expert), _bits(base), exact, encoder.NO_SAMPLE if sample is None else sample)
 
 
+def encode_quick(expert: Buffer, base: Buffer, dtype: DType) -> bytes | None:
+    """Return the exact tier `quick` alone; None where the dtype is not BF16."""
+    if dtype.name != "BF16":
+        return None
+    from mergefs.blocks.tiers import encoder
+
+    return encoder.encode_quick(_bits(expert), _bits(base))
+
+
 def decode_delta(
     tiers: Sequence[Buffer],
     base: Buffer,
@@ -83,7 +97,7 @@ def decode_delta(
     """Return the delta, float32[n], that a prefix of a block's tiers gives: zeros for none, exact for all.
 
     Args:
-        tiers: the first tiers of the block.
+        tiers: the first tiers of the block, or of a `quick` one the last alone.
         base: the bytes of its base block, which also say how large it is.
         out: float32[n] to write to; a new array otherwise.
         order: the base's, where several blocks are decoded against it; see `class_order`.
@@ -119,7 +133,7 @@ def decode(tiers: Sequence[Buffer], base: Buffer) -> memoryview:
     """Return the block's exact bytes from all of its tiers.
 
     Args:
-        tiers: all tiers of the block.
+        tiers: all tiers of the block, or of a `quick` one the last alone.
         base: the bytes of its base block, which also say how large it is.
 
     Raises:

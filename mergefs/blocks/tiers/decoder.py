@@ -17,7 +17,7 @@ from mergefs.blocks.tiers.exact_fast import NO_ORDER, ClassOrder, FastTier
 from mergefs.blocks.tiers.exact_quick import QuickTier
 from mergefs.blocks.tiers.exact_small import SmallTier
 from mergefs.blocks.tiers.kernels import rests, runs, wide
-from mergefs.blocks.tiers.layout import COARSE_TIERS, Kind, read_header, split_mask
+from mergefs.blocks.tiers.layout import COARSE_TIERS, Kind, header_start, read_header, split_mask
 from mergefs.blocks.tiers.scratch import room
 from mergefs.hashing import Buffer
 
@@ -41,6 +41,7 @@ class Opened:
         self.exact: FastTier | SmallTier | QuickTier | None = None
         payloads = [memoryview(tier).cast("B") for tier in tiers]
         if payloads:
+            before = payloads[0][: header_start(payloads[0])]
             self.mask, payloads[0] = split_mask(payloads[0], base.size)
         if self.mask is not None:
             taken = room("base", base.size, np.uint16)
@@ -49,6 +50,13 @@ class Opened:
             raise ValueError(f"a block of {len(payloads)} tiers")
         n = self.base.size
         for index, payload in enumerate(payloads):
+            if index > 0 and before and payload[: len(before)] == before:
+                # The mask stands again before an exact tier that is read without the others.
+                payload = payload[len(before) :]
+                if read_header(payload).kind is not Kind.QUICK:
+                    raise ValueError("a mask before a tier that is not read alone")
+            elif index > 0 and before and read_header(payload).kind is Kind.QUICK:
+                raise ValueError("the exact tier has not the first one's mask")
             header = read_header(payload)
             if not header.kind.exact:
                 self.coarse.append(CoarseTier.read(index, header, payload, n))

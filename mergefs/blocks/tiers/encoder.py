@@ -82,11 +82,9 @@ def encode(
     """
     if expert.size != base.size:
         raise ValueError("a block and its base differ in length")
-    mask = np.empty(-(-base.size // RUN), np.uint8)
-    before = b""
+    mask, before = _mask(expert, base)
     kept = slice(None)
-    if runs.changed(expert, base, mask) < mask.size:
-        before = write_mask(mask)
+    if before:
         kept = mask[sample // RUN] == 1
         sample = (np.cumsum(mask, dtype=np.int64)[sample // RUN] - 1) * RUN + sample % RUN
         expert, base = _take(expert, mask, "expert"), _take(base, mask, "base")
@@ -107,7 +105,25 @@ def encode(
     rests.take(expert, predicted, q, rest)
     tiers.append(EXACT_WRITERS[exact](expert, rest, base, q))
     tiers[0] = before + tiers[0]
+    if exact == "quick" and len(tiers) > 1:
+        tiers[-1] = before + tiers[-1]  # it is read without the others
     return Encoded(tuple(tiers), (*errors, 0.0), finite, sampled)
+
+
+def encode_quick(expert: NDArray[np.uint16], base: NDArray[np.uint16]) -> bytes:
+    """Return the exact tier `quick` of any two blocks of bf16 bits, uint16[n], as it stands alone."""
+    if expert.size != base.size:
+        raise ValueError("a block and its base differ in length")
+    mask, before = _mask(expert, base)
+    if before:
+        expert, base = _take(expert, mask, "expert"), _take(base, mask, "base")
+    return before + exact_quick.payload(expert, base)
+
+
+def _mask(expert: NDArray[np.uint16], base: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], bytes]:
+    """Return the runs that changed, and their mask as it is written: nothing where all did."""
+    mask = np.empty(-(-base.size // RUN), np.uint8)
+    return mask, write_mask(mask) if runs.changed(expert, base, mask) < mask.size else b""
 
 
 def _take(source: NDArray[np.uint16], mask: NDArray[np.uint8], name: str) -> NDArray[np.uint16]:

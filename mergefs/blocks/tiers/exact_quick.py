@@ -15,6 +15,11 @@ from mergefs.blocks.tiers.scratch import room
 def write(
     expert: NDArray[np.uint16], rests: NDArray[np.uint16], base: NDArray[np.uint16], q: NDArray[np.int8]
 ) -> bytes:
+    """Return the payload; see `payload`. The rests are those of the other codings."""
+    return payload(expert, base)
+
+
+def payload(expert: NDArray[np.uint16], base: NDArray[np.uint16]) -> bytes:
     """Return the payload of the expert's bits (uint16[n])."""
     n = base.size
     low = room("symbols", n, np.uint8)

@@ -36,6 +36,7 @@ def recode(tiers: Sequence[Buffer], base: NDArray[np.uint16], exact: Exact) -> b
     expert = np.empty(opened.base.size, np.uint16)
     q, rest = opened.restore(expert)
     payload = EXACT_WRITERS[exact](expert, rest, opened.base, q)
-    # An exact tier that is alone has the mask before it.
-    last = memoryview(tiers[-1]).cast("B")
-    return bytes(last[: header_start(last)]) + payload
+    # The mask stands before the first tier, and before an exact one that can be read alone.
+    first = memoryview(tiers[0]).cast("B")
+    mask = bytes(first[: header_start(first)])
+    return mask + payload if exact == "quick" or len(tiers) == 1 else payload
