@@ -63,7 +63,7 @@ def repack(
 
     Args:
         store: the repository.
-        exact: the coding that the repository is to have from now on, `fast`, `small` or `quick`; by default the one it has.
+        exact: the coding that the repository is to have from now on, one of `CODINGS`; by default the one it has.
         threads: how many to work with; all cores by default.
         progress: told how far it is.
 
@@ -117,7 +117,7 @@ def _pack_bytes(store: Store) -> int:
 
 
 def _blocks(store: Store, exact: Exact) -> list[bytes]:
-    """Return every block that may be encoded otherwise: models in the order of their ages, their blocks in the manifests' order."""
+    """Return every block that may have to be encoded anew: those of old models first, in the manifests' order."""
     with store.catalog.read() as txn:
         places = {
             location.record.block: (location.pack, location.record.offset)

@@ -63,12 +63,10 @@ def encode(
         return None
     encoded = encode_always(expert, base, exact, sample)
     *coarse, last = map(len, encoded.tiers)
-    if (
-        not encoded.finite
-        or sum(coarse) + last > PAYS[exact] * len(expert)
-        or (exact == "quick" and sum(coarse) >= last)
-    ):
+    if not encoded.finite or sum(coarse) + last > PAYS[exact] * len(expert):
         return None
+    if exact == "quick" and sum(coarse) >= last:
+        return None  # it is to be read in the place of all of them
     return TieredBlock(encoded.tiers, encoded.errors, encoded.sampled)
 
 
