@@ -91,8 +91,8 @@ def refresh_stored_bytes(txn: Transaction, expert: Manifest, base: Manifest) -> 
 
 
 def tier_bytes(txn: Transaction, tiers: tuple[Location, ...], below: bytes) -> tuple[int, ...]:
-    """Return what reading each tier of an expert's block adds to reading those before, once the base's block `below` has
-    been read.
+    """Return what reading each tier of an expert's block adds to reading those before, when the base's block `below`
+    has been read.
 
     Where the block is encoded against a block that is not read for the base's sake, that one comes with its first tier.
 
