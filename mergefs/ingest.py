@@ -438,7 +438,7 @@ class _Worker:
             return _Done(piece, raw, block, encoded, NO_BASE, None)
         entry, base_dtype = piece.tensor.entry, piece.tensor.base_dtype
         if piece.base is None or base_dtype is None:
-            encoded = None if self._writer.known(block) else codecs.encode(raw, entry.dtype)
+            encoded = None if self._writer.known(block) else codecs.encode(raw, entry.dtype, exact=self._exact)
             squares = squared_norm(raw, entry.dtype) if entry.dtype.is_float and base_dtype is None else None
             return _Done(piece, raw, block, encoded, NO_BASE, None, squares=squares)
         if block == piece.base and entry.dtype is base_dtype:

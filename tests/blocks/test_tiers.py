@@ -476,7 +476,7 @@ def test_numcodecs(exact: tiers.Exact, kind: str, n: int) -> None:
             made.decode(damaged)
 
 
-def test_numcodecs_knows_two_exact_codings() -> None:
+def test_numcodecs_knows_no_other_exact_coding() -> None:
     with pytest.raises(ValueError, match="no exact coding"):
         TieredDelta("other")  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Models and repositories of both codings."""
+"""Models and repositories of every coding."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from looking import (
     filled,
 )
 
+from mergefs.blocks.exact import CODINGS
 from mergefs.repository import Repository
 
 
@@ -39,9 +40,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def both(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A repository of each coding, not to be changed."""
     folder = tmp_path_factory.mktemp("both")
-    for exact in ("fast", "small"):
+    for exact in CODINGS:
         filled(folder / exact, models, exact).close()
-    return {exact: folder / exact for exact in ("fast", "small")}
+    return {exact: folder / exact for exact in CODINGS}
 
 
 @pytest.fixture

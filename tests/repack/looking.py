@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import mergefs.cli
 import mergefs.repack
 import mergefs.rewriting
 from mergefs.blocks import tiers
-from mergefs.blocks.codecs import Encoding
+from mergefs.blocks.encoding import TIERED
 from mergefs.blocks.pack import pack_name
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.tables import Location, locations
@@ -34,7 +35,7 @@ def filled(path: Path, models: Path, exact: str) -> Repository:
 def tiered(repository: Repository) -> dict[bytes, tuple[Location, ...]]:
     """Return the tiers of every block that has any."""
     with repository.catalog.read() as txn:
-        blocks = {at.record.block for at in locations(txn) if at.record.encoding == Encoding.TIERS}
+        blocks = {at.record.block for at in locations(txn) if at.record.encoding in TIERED}
     return {block: repository.catalog.tiers(block) for block in blocks}
 
 
@@ -61,6 +62,12 @@ def coarse(repository: Repository) -> dict[tuple[bytes, int], bytes]:
         for block, at in tiered(repository).items()
         for depth in range(len(at))
     }
+
+
+def kinds(repository: Repository) -> Counter[int]:
+    """Return how many payloads there are of each encoding."""
+    with repository.catalog.read() as txn:
+        return Counter(at.record.encoding for at in locations(txn))
 
 
 def pack_bytes(repository: Repository) -> int:

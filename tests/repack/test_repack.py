@@ -21,6 +21,7 @@ from looking import (
     coarse,
     codings,
     in_tiny_packs,
+    kinds,
     pack_bytes,
     tiered,
 )
@@ -29,7 +30,9 @@ import mergefs.cli
 import mergefs.repack
 import mergefs.rewriting
 from mergefs.blocks import tiers
+from mergefs.blocks.encoding import Encoding
 from mergefs.blocks.pack import Record, pack_name
+from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.tables import Location
 from mergefs.cli import cli
 from mergefs.errors import CorruptionError, UserError
@@ -63,6 +66,40 @@ def test_there_and_back(repository: Repository, models: Path, tmp_path: Path, mo
     repository.gc(rewrite_above=0)
     check_whole(repository, models)
     assert checks(repository) == original
+
+
+def test_quick_and_back(repository: Repository, models: Path, both: dict[str, Path]) -> None:
+    """Blocks of all kinds are encoded anew, and an exact tier is read without the coarse ones."""
+    tiered_ones, deltas = tiered(repository), coarse(repository)
+    packs = pack_bytes(repository)
+    encodings = kinds(repository)
+    report = repository.repack("quick")
+    assert report.blocks_repacked > len(tiered_ones)
+    assert report.stored_bytes_after > packs
+    assert Encoding.SHUFFLE_ZSTD not in kinds(repository)
+    with Repository.open(both["quick"]) as ingested:
+        assert kinds(repository) == kinds(ingested)
+    assert deltas.items() <= coarse(repository).items()
+    check_whole(repository, models)
+    four = next(at for at in tiered(repository).values() if len(at) == 4)
+    reader = BlockReader(repository.catalog, repository.backend)
+    base = reader.read(four[0].record.base, Kind.BASE)
+    reader.read(four[0].record.block, Kind.EXPERT, {four[0].record.base: base})
+    assert reader.counter.totals.expert == four[-1].record.length
+    repository.repack("fast")
+    assert Encoding.QUICK not in kinds(repository)
+    assert kinds(repository)[Encoding.SHUFFLE_ZSTD] == encodings[Encoding.SHUFFLE_ZSTD]
+    check_whole(repository, models)
+
+
+def test_damage_in_a_coarse_tier_of_a_block_that_is_read_without_it_is_found(repository: Repository) -> None:
+    repository.repack("quick")
+    at = next(at for at in tiered(repository).values() if len(at) == 4)[1]
+    path = repository.path / pack_name(at.pack)
+    data = bytearray(path.read_bytes())
+    data[at.record.offset + at.record.length // 2] ^= 1
+    path.write_bytes(data)
+    assert any(problem.name == at.record.block.hex() for problem in repository.fsck(read_data=True).errors)
 
 
 def test_repacking_equals_ingesting_with_the_coding(repository: Repository, both: dict[str, Path]) -> None:
