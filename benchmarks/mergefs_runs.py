@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.journal import Journal, say
 from benchmarks.measure import MERGEFS, ROOT, Machine, run
 from benchmarks.recipes import Case, case
+from mergefs.store import DEFAULT_EXACT
 
 LISTED = ("expert_raw_bytes", "budget_bytes", "predicted_error", "read", "written_bytes", "stored_bytes", "blocks")
 """What is kept of the reports of mergefs."""
@@ -29,17 +30,21 @@ class Mergefs:
         models: the folder that holds the base and the experts.
         work: a folder for recipes.
         machine: prepared before every measured command.
+        exact: the repository's coding.
     """
 
-    def __init__(self, repository: Path, models: Path, work: Path, machine: Machine) -> None:
+    def __init__(
+        self, repository: Path, models: Path, work: Path, machine: Machine, exact: str = DEFAULT_EXACT
+    ) -> None:
         self.repository = repository
         self._models = models
         self._work = work
         self._machine = machine
+        self._exact = exact
 
     def make(self) -> None:
         """Make the repository."""
-        self._quietly("init", self.repository)
+        self._quietly("init", self.repository, "--exact", self._exact)
 
     def ingest(self, name: str) -> dict[str, Any]:
         """Take in a model; return what it took."""

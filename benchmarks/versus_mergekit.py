@@ -2,7 +2,7 @@
 
     python -m benchmarks.versus_mergekit [--shape qwen3-0.6b] [-k 2,5,10,20]
         [--methods linear,slerp,task_arithmetic,ties,dare_ties] [--pairs "ties:2,10 dare_ties:5"] [--models DIR]
-        [--work DIR] [--venv DIR] [--check] [--plot FILE] [--json]
+        [--exact fast|small|quick] [--work DIR] [--venv DIR] [--check] [--plot FILE] [--json]
 
 mergefs merges from ingested experts (the ingest is measured once): exactly, again with one expert's weight changed,
 again with that weight changed in one layer only, with a budget of 10 % of the experts' bytes, and lazily. mergekit
@@ -38,6 +38,8 @@ from benchmarks.versus_report import (
     tables,
     told_checks,
 )
+from mergefs.blocks.exact import CODINGS
+from mergefs.store import DEFAULT_EXACT
 
 VARIANTS = {
     "exact": (),
@@ -188,6 +190,12 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--variants", type=one_of(VARIANTS), default=",".join(VARIANTS), help="of mergefs (%(default)s)"
     )
+    parser.add_argument(
+        "--exact",
+        choices=CODINGS,
+        default=DEFAULT_EXACT,
+        help="coding of the repository; --work DIR is for one (%(default)s)",
+    )
     parser.add_argument("--models", type=Path, metavar="DIR", help="DIR/base, DIR/expert-0 ...; made when absent")
     parser.add_argument("--work", type=Path, metavar="DIR", help="for everything else, kept; else temporary")
     parser.add_argument("--venv", type=Path, metavar="DIR", help="mergekit's environment; made when absent")
@@ -225,7 +233,9 @@ def measure(options: argparse.Namespace, work: Path) -> Session:
     described = machine.describe()
     of_both = {"shape": options.shape, "models": str(models), "cold": machine.cold}
     figures = options.mergekit_figures or work / "mergekit.jsonl"
-    journal = Journal(work / "mergefs.jsonl", {**of_both, "mergefs": commit()}, check=not options.report_only)
+    journal = Journal(
+        work / "mergefs.jsonl", {**of_both, "mergefs": commit(), "exact": options.exact}, check=not options.report_only
+    )
     mergekit_journal = Journal(figures, {**of_both, **VERSIONS}, check=not options.report_only)
     if not options.report_only:
         if not models.exists():
@@ -234,7 +244,7 @@ def measure(options: argparse.Namespace, work: Path) -> Session:
         mergekit = None
         if not options.without_mergekit:
             mergekit = Mergekit(options.venv or work / "mergekit-environment", models, work, machine)
-        mergefs = Mergefs(work / "repository", models, work, machine)
+        mergefs = Mergefs(work / "repository", models, work, machine, options.exact)
         comparison = Comparison(mergefs, mergekit, journal, mergekit_journal, models, work)
         ingest_all(mergefs, journal, most)
         compile_loops([*options.methods, FIXED_METHOD], work, None if options.pairs_only else journal)

@@ -156,7 +156,7 @@ def _head(session: Session) -> Iterator[str]:
     yield told(session.machine)
     common = session.of_mergefs
     versions = " and ".join(f"{name} {session.of_mergekit[name]}" for name in ("mergekit", "torch"))
-    yield f"models of {common['shape']}; mergefs {common['mergefs']}; {versions}"
+    yield f"models of {common['shape']}; mergefs {common['mergefs']}, --exact {common.get('exact', 'fast')}; {versions}"
     loads = [value["load"] for value in (*session.mergefs.values(), *session.mergekit.values()) if "load" in value]
     if loads:
         yield f"load when the steps began: {min(loads)} to {max(loads)}, median {median(loads)}"

@@ -82,7 +82,7 @@ class Store:
             path: the folder.
             block_size: bytes of a block of 2-byte elements, a multiple of 4 KiB; blocks of other dtypes hold
                 as many elements.
-            exact: the coding of experts' exact tiers, `fast` or `small`.
+            exact: the coding of experts' exact tiers, `fast`, `small` or `quick`.
 
         Raises:
             DestinationError: when the folder holds anything, or cannot be made.

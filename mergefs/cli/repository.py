@@ -24,7 +24,7 @@ from mergefs.units import format_size, parse_size
     type=click.Choice(CODINGS),
     default=DEFAULT_EXACT,
     show_default=True,
-    help="Coding of experts' exact tiers.",
+    help="Coding of experts' exact tiers: fast, small (less room, slower), quick (most room, least time).",
 )
 @json_option
 def init(directory: str, block_size: str, exact: str, as_json: bool) -> None:
