@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.journal import Journal, say
 from benchmarks.measure import MERGEFS, ROOT, Machine, run
 from benchmarks.recipes import Case, case
-from mergefs.store import DEFAULT_EXACT
+from mergefs.blocks.exact import CODINGS
 
 LISTED = ("expert_raw_bytes", "budget_bytes", "predicted_error", "read", "written_bytes", "stored_bytes", "blocks")
 """What is kept of the reports of mergefs."""
@@ -33,9 +33,7 @@ class Mergefs:
         exact: the repository's coding.
     """
 
-    def __init__(
-        self, repository: Path, models: Path, work: Path, machine: Machine, exact: str = DEFAULT_EXACT
-    ) -> None:
+    def __init__(self, repository: Path, models: Path, work: Path, machine: Machine, exact: str = CODINGS[0]) -> None:
         self.repository = repository
         self._models = models
         self._work = work

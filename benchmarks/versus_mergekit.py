@@ -39,7 +39,6 @@ from benchmarks.versus_report import (
     told_checks,
 )
 from mergefs.blocks.exact import CODINGS
-from mergefs.store import DEFAULT_EXACT
 
 VARIANTS = {
     "exact": (),
@@ -193,7 +192,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--exact",
         choices=CODINGS,
-        default=DEFAULT_EXACT,
+        default=CODINGS[0],
         help="coding of the repository; --work DIR is for one (%(default)s)",
     )
     parser.add_argument("--models", type=Path, metavar="DIR", help="DIR/base, DIR/expert-0 ...; made when absent")
