@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from mergefs.backend import Backend
 from mergefs.blocks.pack import pack_name
 from mergefs.catalog.tables import Location
+from mergefs.hashing import Buffer
 
 LARGEST_GAP = 32 << 10
 """Bytes between two payloads that are read through rather than skipped: a disk gives them in the time of a seek."""
@@ -87,7 +88,7 @@ class JoinedReads:
             run.waiting += 1
             self._runs[location.pack, record.offset] = run
 
-    def take(self, location: Location, count: Callable[[int], None]) -> bytes | None:
+    def take(self, location: Location, count: Callable[[int], None]) -> Buffer | None:
         """Return a payload; None when it is not expected.
 
         Args:
@@ -114,4 +115,4 @@ class JoinedReads:
             if run.waiting == 0:
                 run.data = b""
         at = offset - run.start
-        return data[at : at + location.record.length]
+        return memoryview(data)[at : at + location.record.length]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mergefs.backend import Backend
 from mergefs.blocks import codecs
-from mergefs.blocks.encoding import EXACT, TIERED
+from mergefs.blocks.encoding import EXACT, TIERED, Encoding
 from mergefs.blocks.joined import JoinedReads
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name
 from mergefs.catalog.tables import Catalog, Location, read_tiers
@@ -201,7 +201,7 @@ class BlockReader:
             errors.append(float(rest @ rest))
         return Depths(raw, (*errors, 0.0), sampled, base)
 
-    def _decoded(self, record: Record, payloads: list[bytes], base: Buffer | None, *, check: bool = True) -> Buffer:
+    def _decoded(self, record: Record, payloads: list[Buffer], base: Buffer | None, *, check: bool = True) -> Buffer:
         name = record.block.hex()
         try:
             if record.encoding in TIERED and base is not None:
@@ -210,7 +210,8 @@ class BlockReader:
                 raw = codecs.decode(record.encoding, payloads[0], record.raw_length, record.dtype, base)
         except CorruptionError as error:
             raise CorruptionError(f"block {name} is damaged: {error}") from error
-        if check and digest(raw) != record.block:
+        # What is stored as it is was compared with its id when it was read.
+        if check and record.encoding != Encoding.RAW and digest(raw) != record.block:
             raise CorruptionError(f"block {name} is damaged: its bytes have another hash")
         return raw
 
@@ -294,7 +295,7 @@ class BlockReader:
     def _delta(
         self,
         record: Record,
-        payloads: list[bytes],
+        payloads: list[Buffer],
         base: Buffer,
         out: NDArray[np.float32] | None,
         order: ClassOrder | None = None,
@@ -331,7 +332,7 @@ class BlockReader:
 
     def read_payloads(
         self, block: bytes, kind: Kind, depth: int | None = None
-    ) -> tuple[tuple[Location, ...], list[bytes]]:
+    ) -> tuple[tuple[Location, ...], list[Buffer]]:
         """Return where all of a block's tiers lie, and the payloads that are read for a depth (all when None).
 
         Raises:
@@ -339,7 +340,7 @@ class BlockReader:
             BudgetExceededError: see `ReadCounter.add`.
         """
         locations = self.catalog.tiers(block)
-        payloads: list[bytes] = []
+        payloads: list[Buffer] = []
         moved: Location | None = None
         while True:
             if not locations:
@@ -358,18 +359,21 @@ class BlockReader:
                 continue
             return locations, payloads
 
-    def _payload(self, location: Location, kind: Kind) -> bytes:
+    def _payload(self, location: Location, kind: Kind) -> Buffer:
         record = location.record
-        payload = None
+        payload: Buffer | None = None
         if self._joined is not None:
             payload = self._joined.take(location, partial(self.counter.add, kind))
         if payload is None:
             self.counter.add(kind, record.length)
             payload = self._backend.get(pack_name(location.pack), record.offset, record.length)
-        if len(payload) != record.length or digest(payload)[:CHECK_BYTES] != record.check:
+        found = digest(payload)
+        if len(payload) != record.length or found[:CHECK_BYTES] != record.check:
             which = f"tier {record.tier} of block" if record.tiers > 1 else "block"
             raise CorruptionError(
                 f"{which} {record.block.hex()} is damaged: its payload in pack {location.pack.hex()} is not what"
                 " was written"
             )
+        if record.encoding == Encoding.RAW and found != record.block:
+            raise CorruptionError(f"block {record.block.hex()} is damaged: its bytes have another hash")
         return payload
