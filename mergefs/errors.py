@@ -64,7 +64,7 @@ class CatalogMissingError(MergefsError):
 
 
 class FormatVersionError(UserError):
-    """The repository was written by a newer mergefs."""
+    """The repository was written by a newer mergefs, or by an older one and is to be migrated."""
 
 
 class MountError(UserError):

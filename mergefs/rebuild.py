@@ -65,7 +65,7 @@ def rebuild(path: str | Path, *, sync: bool = True) -> RebuildReport:
         UserError: when a process is using the repository.
     """
     folder = Path(path).absolute()
-    read_config(folder)
+    read_config(folder, oldest=1)  # what is rebuilt may still be migrated
     catalog = folder / "catalog"
     if living(catalog):
         raise UserError(f"{folder} is in use: end what uses it (mounts too) before its catalog is rebuilt")

@@ -90,7 +90,7 @@ def repack(
                 if progress:
                     progress(count, len(blocks))
             replacement.commit()
-        _refresh_statistics(store)
+        refresh_statistics(store)
     seconds = time.monotonic() - began
     return RepackReport(coding, replacement.blocks, before, _pack_bytes(store), seconds)
 
@@ -103,7 +103,7 @@ def _lease_on_all(store: Store) -> Lease:
     return store.lease("repack", store.manifest_ids())
 
 
-def _refresh_statistics(store: Store) -> None:
+def refresh_statistics(store: Store) -> None:
     """Let the statistics have the bytes that tiers take now; plans that are made until then go by the old ones."""
     with store.catalog.read() as txn:
         pairs = sorted({key[:64] for key, _ in txn.items("statistics")})

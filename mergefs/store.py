@@ -17,7 +17,7 @@ from mergefs.blocks.exact import CODINGS, Exact, check_exact
 from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease, NoLease, leases
-from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref, ref_entries
+from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref
 from mergefs.errors import (
     BlocksCollectedError,
     CatalogMissingError,
@@ -36,7 +36,7 @@ from mergefs.manifest import Manifest
 
 CONFIG = "mergefs.json"
 FORMAT = "mergefs-repository"
-VERSION = 1
+VERSION = 2
 DEFAULT_BLOCK_SIZE = 1 << 20
 DEFAULT_EXACT: Exact = "fast"
 REF_COPIES = "refs"
@@ -53,11 +53,12 @@ class Store:
         path: the folder.
         readonly: open the catalog for reading only.
         sync: flush to the disk what must survive a power cut; False is for tests and throw-away repositories.
+        oldest: the lowest version that is opened; only a migration opens one of an earlier version.
     """
 
-    def __init__(self, path: str | Path, *, readonly: bool = False, sync: bool = True) -> None:
+    def __init__(self, path: str | Path, *, readonly: bool = False, sync: bool = True, oldest: int = VERSION) -> None:
         self.path = Path(path).absolute()
-        self.config = read_config(self.path)
+        self.config = read_config(self.path, oldest=oldest)
         self.block_elements: int = self.config["block_elements"]
         self.sync = sync
         self.readonly = readonly
@@ -71,8 +72,6 @@ class Store:
         self._load_manifest = lru_cache(maxsize=64)(self._read_manifest)
         if not readonly:
             self._sweep_temporary()
-            if not (self.path / REF_COPIES).is_dir():  # made before there were copies
-                self.catalog.write(self._copy_refs)
 
     @classmethod
     def init(cls, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE, *, exact: str = DEFAULT_EXACT) -> Self:
@@ -124,7 +123,7 @@ class Store:
 
         Raises:
             NotARepositoryError: when the folder is not one.
-            FormatVersionError: when it was made by a newer mergefs.
+            FormatVersionError: when it was made by a newer mergefs, or is to be migrated.
         """
         return cls(path, readonly=readonly, sync=sync)
 
@@ -158,6 +157,11 @@ class Store:
         """
         config = {**read_config(self.path), "exact": check_exact(exact)}
         self.backend.replace(CONFIG, _encode_config(config))
+
+    def set_version(self, version: int) -> None:
+        """Raise the repository's version, once everything in it is as that one has it."""
+        self.config = {**read_config(self.path, oldest=1), "version": version}
+        self.backend.replace(CONFIG, _encode_config(self.config))
 
     # -- manifests -----------------------------------------------------------------------------------------
 
@@ -414,11 +418,6 @@ class Store:
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    def _copy_refs(self, txn: Transaction) -> None:
-        (self.path / REF_COPIES).mkdir(mode=0o700, exist_ok=True)
-        for name, _ in list(ref_entries(txn)):
-            self.copy_ref(txn, name)
-
     def _put_all(self, objects: list[tuple[str, bytes]]) -> None:
         for name, data in objects:
             self.backend.put(name, data)
@@ -558,12 +557,16 @@ def find_repository(start: Path) -> Path:
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, *, oldest: int = VERSION) -> dict[str, Any]:
     """Return a repository's configuration.
+
+    Args:
+        path: its folder.
+        oldest: the lowest version that will do.
 
     Raises:
         NotARepositoryError: when the folder is not a repository.
-        FormatVersionError: when it was made by a newer mergefs.
+        FormatVersionError: when it was made by a newer mergefs, or is of a version below the lowest one.
         MergefsError: when the configuration is damaged.
     """
     try:
@@ -580,6 +583,11 @@ def read_config(path: Path) -> dict[str, Any]:
     if type(version) is not int or not 1 <= version <= VERSION:
         raise FormatVersionError(
             f"{path} has format version {version!r}, this mergefs knows up to {VERSION}: upgrade mergefs"
+        )
+    if version < oldest:
+        raise FormatVersionError(
+            f"{path} has format version {version}, and this mergefs works with version {VERSION}: 'mergefs -R {path}"
+            " migrate' brings it there, without changing any model"
         )
     size = config.get("block_elements")
     if config.get("hash") != "blake3" or type(size) is not int or size < 1:

@@ -36,6 +36,7 @@ _COMMANDS = {
     "repack": ("repository", "Store experts smaller, or to be read faster."),
     "fsck": ("repository", "Check the repository, and mend it."),
     "catalog": ("repository", "Make the catalog anew (catalog rebuild)."),
+    "migrate": ("repository", "Bring a repository of an earlier version to this one."),
     "stats": ("repository", "Show how much the repository holds."),
 }
 

@@ -162,6 +162,34 @@ def catalog_rebuild(repo: str | None, as_json: bool) -> None:
 @click.command()
 @json_option
 @click.pass_obj
+def migrate(repo: str | None, as_json: bool) -> None:
+    """Bring a repository that an earlier mergefs made to the format of this one.
+
+    No model changes, nor its id. Interrupted, it goes on when it is run again. Exits with 1 when blocks were found to
+    be damaged; they are left for 'mergefs fsck --repair'.
+    """
+    from mergefs.migration.run import migrate as run
+
+    keep_freed_memory()
+    with progress("migrating", in_bytes=False) as tell:
+        report = run(Path(repo) if repo else find_repository(Path.cwd()), progress=tell)
+    lines = [f"block {block} is damaged: 'mergefs fsck --repair' says what it affects" for block in report.damaged]
+    if report.before == report.version:
+        lines.append(f"{report.repository} has version {report.version} already")
+    else:
+        lines.append(
+            f"{report.repository} had version {report.before} and has version {report.version} now:"
+            f" {report.blocks_rewritten} blocks were written anew, {report.refs_copied} refs copied,"
+            f" {report.statistics_dropped} statistics dropped, in {report.seconds:.1f} s"
+        )
+    emit(report, as_json, lambda: "\n".join(lines))
+    if report.damaged:
+        sys.exit(1)
+
+
+@click.command()
+@json_option
+@click.pass_obj
 def stats(repo: str | None, as_json: bool) -> None:
     """Show how much the repository holds."""
     with repository(repo) as opened:

@@ -17,6 +17,7 @@ from mergefs.errors import CorruptionError, FormatVersionError
 from mergefs.hashing import hex_digest
 from mergefs.manifest import Blob, FileRecipe
 from mergefs.merge.parameters import Scalar
+from mergefs.planner.older import as_now
 
 FORMAT = "mergefs-plan"
 VERSION = 1
@@ -171,7 +172,7 @@ class Plan:
 
 
 def decode(data: bytes) -> Plan:
-    """Read a plan from its canonical form.
+    """Read a plan from its canonical form, or from one of those of earlier versions (spec/manifest.md).
 
     Raises:
         CorruptionError: when it is malformed.
@@ -179,32 +180,39 @@ def decode(data: bytes) -> Plan:
     """
     value = canonical.decode(data)
     try:
-        if value["format"] != FORMAT:
-            raise ValueError("it does not say that it is a plan")
-        if value["version"] != VERSION:
-            raise FormatVersionError(
-                f"the plan has version {value['version']!r}; this mergefs reads version {VERSION}: upgrade it"
-            )
-        return Plan(
-            value["method"],
-            value["base"],
-            tuple(value["experts"]),
-            value["baseless"],
-            tuple(
-                Numbers(tuple(_decoded(e) for e in numbers["experts"]), _decoded(numbers["shared"]))
-                for numbers in value["numbers"]
-            ),
-            value["dtype"],
-            value["seed"],
-            value["budget"],
-            tuple(_tensor(item) for item in value["tensors"]),
-            value["recipe"],
-            tuple(value["models"]),
-            tuple(_file(item) for item in value["tokenizer"]) if "tokenizer" in value else None,
-            value.get("chat_template"),
-        )
+        plan = _from_json(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(f"a plan is malformed: {error!r}") from error
+    vars(plan)["encoded"] = bytes(data)  # it was canonical, and keeps its id in whatever form it is
+    return plan
+
+
+def _from_json(value: dict[str, Any]) -> Plan:
+    if value["format"] != FORMAT:
+        raise ValueError("it does not say that it is a plan")
+    if value["version"] != VERSION:
+        raise FormatVersionError(
+            f"the plan has version {value['version']!r}; this mergefs reads version {VERSION}: upgrade it"
+        )
+    value = as_now(value)
+    return Plan(
+        value["method"],
+        value["base"],
+        tuple(value["experts"]),
+        value["baseless"],
+        tuple(
+            Numbers(tuple(_decoded(e) for e in numbers["experts"]), _decoded(numbers["shared"]))
+            for numbers in value["numbers"]
+        ),
+        value["dtype"],
+        value["seed"],
+        value["budget"],
+        tuple(_tensor(item) for item in value["tensors"]),
+        value["recipe"],
+        tuple(value["models"]),
+        tuple(_file(item) for item in value["tokenizer"]) if "tokenizer" in value else None,
+        value.get("chat_template"),
+    )
 
 
 def _tensor(value: dict[str, Any]) -> TensorPlan:
