@@ -177,11 +177,13 @@ def read_records(path: Path) -> list[Record]:
             file.seek(offset)
             return file.read(size)
 
+        if read(0, len(MAGIC)) != MAGIC:
+            raise CorruptionError(f"{path.name} is not a pack or is cut short")
         return read_table(path.name, path.stat().st_size, read)
 
 
 def read_table(name: str, size: int, read: Callable[[int, int], bytes]) -> list[Record]:
-    """Read the records of a pack from wherever it lies.
+    """Read the records of a pack from wherever it lies: only its end is looked at.
 
     Args:
         name: how messages call it.
@@ -191,7 +193,7 @@ def read_table(name: str, size: int, read: Callable[[int, int], bytes]) -> list[
     Raises:
         CorruptionError: see `read_records`.
     """
-    if size < len(MAGIC) + _FOOTER.size or read(0, len(MAGIC)) != MAGIC:
+    if size < len(MAGIC) + _FOOTER.size:
         raise CorruptionError(f"{name} is not a pack or is cut short")
     start, count, reserved, table_hash, magic = _FOOTER.unpack(read(size - _FOOTER.size, _FOOTER.size))
     if magic != FOOTER_MAGIC or reserved or start + count * RECORD_BYTES + _FOOTER.size != size:
