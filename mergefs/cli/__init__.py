@@ -24,6 +24,7 @@ _COMMANDS = {
     "discard": ("editing", "Drop what was changed."),
     "sessions": ("editing", "List the sessions that were not committed yet."),
     "export": ("serving", "Write a model as an ordinary directory."),
+    "verify-export": ("serving", "Compare an exported directory with its model."),
     "push": ("transferring", "Send a model to another repository or an archive."),
     "pull": ("transferring", "Fetch a model from another repository or an archive."),
     "ls": ("models", "List the refs."),
@@ -49,7 +50,7 @@ class _Lazy(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"mergefs.cli.{_COMMANDS[cmd_name][0]}")
-        command = getattr(module, cmd_name)
+        command = getattr(module, cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 
