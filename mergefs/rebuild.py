@@ -177,7 +177,7 @@ class _Builder:
             for name, entry in refs.items():
                 txn.put("refs", name.encode(), json.dumps(entry).encode())
 
-        catalog = Catalog.create(self._folder / _NEW)
+        catalog = Catalog.create(self._folder / _NEW, sync=self._sync)
         try:
             catalog.write(fill)
         finally:

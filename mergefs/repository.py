@@ -149,7 +149,7 @@ class Repository(Store):
         """Mount one model, or everything; see `mergefs.serve.mount.mount`."""
         from mergefs.serve.mount import mount
 
-        return mount(self.path, name, Path(directory), **options)
+        return mount(self.path, name, Path(directory), **{"sync": self.sync, **options})
 
     def edit(self, name: str | None = None, *, resume: str | None = None) -> Session:
         """Open a model for writing, or with `resume` go on with a session; see `mergefs.edit.session.Session`."""

@@ -74,7 +74,14 @@ class Store:
             self._sweep_temporary()
 
     @classmethod
-    def init(cls, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE, *, exact: str = DEFAULT_EXACT) -> Self:
+    def init(
+        cls,
+        path: str | Path,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        *,
+        exact: str = DEFAULT_EXACT,
+        sync: bool = True,
+    ) -> Self:
         """Make a new repository in a folder that is empty or does not exist yet, and open it.
 
         Args:
@@ -82,6 +89,7 @@ class Store:
             block_size: bytes of a block of 2-byte elements, a multiple of 4 KiB; blocks of other dtypes hold
                 as many elements.
             exact: the coding of experts' exact tiers, `fast`, `small` or `quick`.
+            sync: see `Store`.
 
         Raises:
             DestinationError: when the folder holds anything, or cannot be made.
@@ -101,7 +109,7 @@ class Store:
                 (folder / name).mkdir(mode=0o700)
         except OSError as error:
             raise DestinationError(f"{folder} cannot be made into a repository: {error.strerror or error}") from error
-        Catalog.create(folder / "catalog").close()
+        Catalog.create(folder / "catalog", sync=sync).close()
         config = {
             "format": FORMAT,
             "version": VERSION,
@@ -111,11 +119,11 @@ class Store:
             "exact": coding,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        for made in (folder / "catalog", folder, folder.parent):
+        for made in (folder / "catalog", folder, folder.parent) if sync else ():
             flush_folder(made)
         # Written last: a folder without it is not a repository.
-        LocalBackend(folder).put(CONFIG, _encode_config(config))
-        return cls(folder)
+        LocalBackend(folder, sync=sync).put(CONFIG, _encode_config(config))
+        return cls(folder, sync=sync)
 
     @classmethod
     def open(cls, path: str | Path, *, readonly: bool = False, sync: bool = True) -> Self:

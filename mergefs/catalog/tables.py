@@ -57,10 +57,10 @@ class Catalog:
         self.write = self._environment.write
 
     @classmethod
-    def create(cls, path: Path) -> Self:
+    def create(cls, path: Path, *, sync: bool = True) -> Self:
         """Make an empty catalog in a new folder."""
         path.mkdir(mode=0o700)
-        return cls(path)
+        return cls(path, sync=sync)
 
     @property
     def readonly(self) -> bool:

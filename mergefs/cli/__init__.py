@@ -61,9 +61,15 @@ class _Lazy(click.Group):
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-R", "--repo", metavar="DIR", envvar="MERGEFS_REPO", help="The repository's folder.")
+@click.option(
+    "--no-sync",
+    is_flag=True,
+    envvar="MERGEFS_NO_SYNC",
+    help="Flush nothing to the disk: faster, and a power cut may destroy the repository.",
+)
 @click.version_option(package_name="mergefs")
 @click.pass_context
-def cli(ctx: click.Context, repo: str | None) -> None:
+def cli(ctx: click.Context, repo: str | None, no_sync: bool) -> None:
     """Ingest checkpoints once, merge them under a read budget, serve the result as files and arrays.
 
     The repository is the one given with -R or MERGEFS_REPO, or the nearest folder upwards that is one.

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mergefs.blocks.exact import CODINGS
-from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, threads_option
+from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, syncs, threads_option
 from mergefs.gc import REWRITE_ABOVE
 from mergefs.repository import Repository
 from mergefs.store import DEFAULT_EXACT, find_repository
@@ -29,7 +29,7 @@ from mergefs.units import format_size, parse_size
 @json_option
 def init(directory: str, block_size: str, exact: str, as_json: bool) -> None:
     """Make a repository in DIRECTORY, which is empty or does not exist yet."""
-    made = Repository.init(directory, parse_size(block_size), exact=exact)
+    made = Repository.init(directory, parse_size(block_size), exact=exact, sync=syncs())
     value = {
         "repository": str(made.path),
         "block_size": made.config["block_size"],
@@ -145,7 +145,7 @@ def catalog_rebuild(repo: str | None, as_json: bool) -> None:
     """
     from mergefs.rebuild import rebuild
 
-    report = rebuild(Path(repo) if repo else find_repository(Path.cwd()))
+    report = rebuild(Path(repo) if repo else find_repository(Path.cwd()), sync=syncs())
     lines = [
         *report.lost,
         f"{report.blocks} blocks in {report.packs} packs, {report.manifests} models, {report.refs} refs",
@@ -172,7 +172,7 @@ def migrate(repo: str | None, as_json: bool) -> None:
 
     keep_freed_memory()
     with progress("migrating", in_bytes=False) as tell:
-        report = run(Path(repo) if repo else find_repository(Path.cwd()), progress=tell)
+        report = run(Path(repo) if repo else find_repository(Path.cwd()), sync=syncs(), progress=tell)
     lines = [f"block {block} is damaged: 'mergefs fsck --repair' says what it affects" for block in report.damaged]
     if report.before == report.version:
         lines.append(f"{report.repository} has version {report.version} already")

@@ -49,7 +49,7 @@ def mount(
         raise click.UsageError("mount takes a ref and a directory, or a directory alone")
     *ref, directory = target
     with repository(repo) as opened:
-        path = opened.path
+        path, sync = opened.path, opened.sync
         if ref:
             opened.resolve(ref[0])
     info = start(
@@ -60,6 +60,7 @@ def mount(
         allow_other=allow_other,
         log=log,
         store=store,
+        sync=sync,
         **sizes,
     )
     if info.cleared:

@@ -76,7 +76,7 @@ def create(store: Store, name: str) -> SessionInfo:
             "ref": name if store.refs().get(name) == manifest else None,
             "created": time.time(),
         }
-        _write(folder / _DESCRIPTION, description)
+        _write(folder / _DESCRIPTION, description, sync=store.sync)
         if store.sync:
             flush_folder(folder)
             flush_folder(folder.parent)
@@ -209,6 +209,7 @@ class Hold:
 
     def __init__(self, store: Store, identity: str) -> None:
         self.folder = _folder(store, identity)
+        self._sync = store.sync
         try:
             self._descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
@@ -223,11 +224,11 @@ class Hold:
 
     def place(self, directory: Path) -> None:
         """Note where the session is mounted."""
-        _write(self.folder / _PLACE, {"directory": str(directory), "pid": os.getpid()})
+        _write(self.folder / _PLACE, {"directory": str(directory), "pid": os.getpid()}, sync=self._sync)
 
     def note_result(self, manifest: str) -> None:
         """Note the id of a manifest that is about to be committed."""
-        _write(self.folder / _RESULT, {"manifest": manifest})
+        _write(self.folder / _RESULT, {"manifest": manifest}, sync=self._sync)
 
     def remove(self) -> None:
         """Remove the session's folder. gc may take the model from then on."""
@@ -271,10 +272,11 @@ def _result(folder: Path) -> str | None:
         return None
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def _write(path: Path, value: dict[str, Any], *, sync: bool) -> None:
     new = path.with_name(f"{path.name}.new")
     with open(new, "wb") as file:
         file.write(json.dumps(value, indent=2).encode() + b"\n")
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     os.replace(new, path)

@@ -93,7 +93,7 @@ def export(
     key = hex_digest(json.dumps([view.manifest_id, shard_size, converted.name if converted else None]).encode())[:16]
     told = _Told(progress, total)
     sums: dict[str, str] = {}
-    with opened(directory, key, files, storage_options) as destination:
+    with opened(directory, key, files, storage_options, sync=view.store.sync) as destination:
         missing = [file for file in files if not destination.has(file)]
         told.add(total - sum(file.size for file in missing))
         sums = _write_all(missing, destination, threads or available_cores(), told)

@@ -42,6 +42,7 @@ class Archive(Side):
     Args:
         url: of a folder, which is made on the first push.
         block_elements: what an archive that is made is to have; None to open one that is there.
+        sync: flush what is written to the disk, where it is a folder of this machine.
 
     Raises:
         NotFoundError: when there is none, and none is to be made.
@@ -49,14 +50,14 @@ class Archive(Side):
         FormatVersionError: when a newer mergefs made it.
     """
 
-    def __init__(self, url: str, block_elements: int | None = None) -> None:
+    def __init__(self, url: str, block_elements: int | None = None, *, sync: bool = True) -> None:
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise UserError(f"{url}: {error}") from error
         self._root = self._root.rstrip("/")
         self._files.invalidate_cache()  # file systems are shared by all of a process, with what they once listed
-        self._placing = placing(self._files)
+        self._placing = placing(self._files, sync=sync)
         self._url = url
         self._tables: dict[bytes, dict[int, Location]] | None = None
         config = self._read(CONFIG)

@@ -75,8 +75,15 @@ def push(
     source = RepositorySide(store)
     check_ref_name(as_ or name)
     if is_url(remote):
-        return copy(source, name, Archive(remote, store.block_elements), as_ or name, force=force, progress=progress)
-    with _repository(remote, readonly=False) as other:
+        return copy(
+            source,
+            name,
+            Archive(remote, store.block_elements, sync=store.sync),
+            as_ or name,
+            force=force,
+            progress=progress,
+        )
+    with _repository(remote, readonly=False, sync=store.sync) as other:
         return copy(source, name, RepositorySide(other), as_ or name, force=force, progress=progress)
 
 
@@ -94,7 +101,7 @@ def pull(
     check_ref_name(as_ or name)
     if is_url(remote):
         return copy(Archive(remote), name, target, as_ or name, force=force, progress=progress)
-    with _repository(remote, readonly=True) as other:
+    with _repository(remote, readonly=True, sync=store.sync) as other:
         return copy(RepositorySide(other), name, target, as_ or name, force=force, progress=progress)
 
 
@@ -191,7 +198,7 @@ def _checked(location: Location, payload: bytes) -> bytes:
     return payload
 
 
-def _repository(path: str, *, readonly: bool) -> Store:
+def _repository(path: str, *, readonly: bool, sync: bool) -> Store:
     if not (Path(path) / CONFIG).is_file():
         raise NotARepositoryError(f"{path} is no repository: 'mergefs init {path}' makes one, or give a URL")
-    return Store.open(path, readonly=readonly)
+    return Store.open(path, readonly=readonly, sync=sync)

@@ -17,6 +17,9 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss"}
 """Protocols of stores that show an object only when all of it is there."""
 
 
+_PIECE = 8 << 20
+
+
 class Slot(Protocol):
     """The place of a ref, looked at before what is in it is read."""
 
@@ -116,6 +119,10 @@ class _S3Slot:
 class LocalPlacing(Placing):
     """A folder of this machine: everything is flushed, and refs are written under a lock on their folder."""
 
+    def __init__(self, files: Any, *, sync: bool) -> None:
+        super().__init__(files)
+        self._sync = sync
+
     def put(self, path: str, data: bytes) -> None:
         """See `Placing.put`."""
         self._files.makedirs(_folder(path), exist_ok=True)
@@ -124,22 +131,26 @@ class LocalPlacing(Placing):
             with open(part, "xb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if self._sync:
+                    os.fsync(file.fileno())
             os.replace(part, path)
         except BaseException:
             Path(part).unlink(missing_ok=True)
             raise
-        _flush_name(path)
+        self._flush_name(path)
 
     def put_file(self, source: Path, path: str, temporary: str) -> None:
         """See `Placing.put_file`."""
         for folder in (_folder(temporary), _folder(path)):
             self._files.makedirs(folder, exist_ok=True)
-        self._files.put_file(str(source), temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        with source.open("rb") as reading, open(temporary, "wb") as writing:
+            while piece := reading.read(_PIECE):
+                writing.write(piece)
+            writing.flush()
+            if self._sync:
+                os.fsync(writing.fileno())
         os.replace(temporary, path)
-        _flush_name(path)
+        self._flush_name(path)
 
     @contextmanager
     def slot(self, path: str) -> Iterator[Slot]:
@@ -151,6 +162,11 @@ class LocalPlacing(Placing):
             yield _LocalSlot(self, path)
         finally:
             os.close(descriptor)
+
+    def _flush_name(self, path: str) -> None:
+        """Make a file's name durable, and those of its folder and the one above, which may be new."""
+        for folder in list(Path(path).parents)[:3] if self._sync else ():
+            flush_folder(folder)
 
 
 class _LocalSlot:
@@ -164,11 +180,11 @@ class _LocalSlot:
         return True
 
 
-def placing(files: Any) -> Placing:
-    """Return how a file system of fsspec's is written to."""
+def placing(files: Any, *, sync: bool = True) -> Placing:
+    """Return how a file system of fsspec's is written to, and whether a folder of this machine is flushed."""
     protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
     if protocols & {"file", "local"}:
-        return LocalPlacing(files)
+        return LocalPlacing(files, sync=sync)
     if protocols & {"s3", "s3a"}:
         return S3Placing(files)
     return ObjectStorePlacing(files) if protocols & _OBJECT_STORES else Placing(files)
@@ -176,9 +192,3 @@ def placing(files: Any) -> Placing:
 
 def _folder(path: str) -> str:
     return path.rpartition("/")[0]
-
-
-def _flush_name(path: str) -> None:
-    """Make a file's name durable, and those of its folder and the one above, which may be new."""
-    for folder in list(Path(path).parents)[:3]:
-        flush_folder(folder)
