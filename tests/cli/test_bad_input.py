@@ -364,7 +364,7 @@ def test_repositories_that_cannot_be_used(refused: Callable[..., str], tmp_path:
     (tmp_path / "alien" / "mergefs.json").write_text('{"format": "something else"}')
     for name in ("file", "empty", "alien", "nothing"):
         assert name in refused("stats", repo=tmp_path / name)
-    for number, text in enumerate(("{", "[]", '{"format": "mergefs-repository", "version": 1}')):
+    for number, text in enumerate(("{", "[]", '{"format": "mergefs-repository", "version": 2}')):
         (tmp_path / "newer" / "mergefs.json").write_text(text)
         assert "mergefs.json" in refused("stats", repo=tmp_path / "newer", code=2 if number == 1 else 1)
 
