@@ -17,7 +17,7 @@ from mergefs.merge.lazy import load_plan
 from mergefs.merge.remembered import TABLE as DERIVATIONS
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.plan import Plan
-from mergefs.store import REF_COPIES, Store, decode_ref_copy, ref_copy_name
+from mergefs.store import Store, decode_ref_copy, ref_copy_name
 
 Progress = Callable[[int, int], None]
 
@@ -141,8 +141,6 @@ class _Checker:
 
     def check_copies(self) -> None:
         """Check that the copy of each ref says the same, or what a command that was interrupted was about to do."""
-        if not (self._store.path / REF_COPIES).is_dir():
-            return  # made before there were copies, and open for reading only
         for name, identity in self._refs.items():
             try:
                 entry = decode_ref_copy(self._store.backend.get(ref_copy_name(name)))
