@@ -1,0 +1,134 @@
+"""Disks that fail: the n-th write, flush, rename or opening of a program ends with an error, such as EIO or ENOSPC.
+
+`places` runs a program under strace and lists the calls by which it changes or opens something in one folder, those of
+LMDB included. `run_failing` runs it again and has the kernel fail one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mergefs.testing.crashes import RecordError
+
+CALLS = (
+    "write",
+    "writev",
+    "pwrite64",
+    "pwritev",
+    "fsync",
+    "fdatasync",
+    "ftruncate",
+    "rename",
+    "renameat",
+    "renameat2",
+    "openat",
+    "mkdir",
+    "unlink",
+)
+"""System calls that are made to fail."""
+
+_CALL = re.compile(r"(?P<thread>\d+) +(?P<call>\w+)\(")
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A call of a program.
+
+    Attributes:
+        call: the system call.
+        number: which one of a thread it is; where several threads make as many, all of these.
+    """
+
+    call: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program with a fault ended.
+
+    Attributes:
+        code: its exit code; negative for a signal.
+        errors: what it wrote to stderr.
+        injected: how many calls failed; 0 when it went another way this time.
+    """
+
+    code: int
+    errors: str
+    injected: int
+
+
+def places(
+    command: Sequence[str], folder: Path, *, environment: Mapping[str, str] | None = None
+) -> tuple[Place, ...]:
+    """Run a program and return its calls that change or open something in a folder.
+
+    Args:
+        command: the program and its arguments; it has to name the folder by its absolute path.
+        folder: what it works on.
+        environment: variables for the program; this process's when None.
+
+    Raises:
+        RecordError: when there is no strace here, or the program fails by itself.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        done = _traced(["-y", "-s", "4096", "-e", f"trace={','.join(CALLS)}", "-o", str(log)], command, environment)
+        if done.returncode:
+            raise RecordError(f"the program fails without a fault, or cannot be traced: {done.stderr.strip()}")
+        lines = log.read_text(errors="replace").splitlines()
+    found = set()
+    counts: dict[tuple[str, str], int] = {}
+    # Of what is written, strace shows the bytes: a folder that is only named there is not meant.
+    named = re.compile(rf'[<"]{re.escape(str(folder.resolve()))}[/>"]')
+    for line in lines:
+        match = _CALL.match(line)
+        if match is None:
+            continue
+        key = match["thread"], match["call"]
+        counts[key] = counts.get(key, 0) + 1
+        beginning = line[: line.find(", ")] if match["call"].startswith(("write", "pwrite")) else line
+        if named.search(beginning):
+            found.add(Place(match["call"], counts[key]))
+    return tuple(sorted(found))
+
+
+def run_failing(
+    command: Sequence[str], place: Place, error: str, *, environment: Mapping[str, str] | None = None
+) -> Outcome:
+    """Run a program, of which one call fails.
+
+    Args:
+        command, environment: see `places`.
+        place: of the call.
+        error: its name, such as `EIO`.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        inject = f"inject={place.call}:error={error}:when={place.number}"
+        done = _traced(["-e", f"trace={place.call}", "-e", inject, "-o", str(log)], command, environment)
+        injected = log.read_text(errors="replace").count("(INJECTED)")
+    return Outcome(done.returncode, done.stderr, injected)
+
+
+def _traced(
+    options: Sequence[str], command: Sequence[str], environment: Mapping[str, str] | None
+) -> subprocess.CompletedProcess[str]:
+    strace = shutil.which("strace")
+    if strace is None:
+        raise RecordError("strace is missing: apt install strace")
+    return subprocess.run(
+        [strace, "-f", "--seccomp-bpf", *options, *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=dict(os.environ if environment is None else environment),
+    )
