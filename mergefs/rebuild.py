@@ -23,7 +23,7 @@ from mergefs.catalog.tables import Catalog, Location, get_location, put_location
 from mergefs.errors import CorruptionError, MergefsError, RefNameError, UserError
 from mergefs.hashing import Buffer, digest, hex_digest, is_hex_id
 from mergefs.manifest import Manifest, decode
-from mergefs.store import REF_COPIES, check_ref_name, decode_ref_copy, manifest_name, read_config
+from mergefs.store import REF_COPIES, VERSION, check_ref_name, decode_ref_copy, manifest_name, read_config, write_config
 
 _NEW = "catalog.new"
 _COMBINATIONS = 64
@@ -65,7 +65,7 @@ def rebuild(path: str | Path, *, sync: bool = True) -> RebuildReport:
         UserError: when a process is using the repository.
     """
     folder = Path(path).absolute()
-    read_config(folder)
+    config = read_config(folder)
     catalog = folder / "catalog"
     if living(catalog):
         raise UserError(f"{folder} is in use: end what uses it (mounts too) before its catalog is rebuilt")
@@ -75,6 +75,8 @@ def rebuild(path: str | Path, *, sync: bool = True) -> RebuildReport:
     if sync:
         flush_folder(folder / _NEW)
         flush_folder(folder)
+    if config["version"] != VERSION:
+        write_config(folder, {**config, "version": VERSION}, sync=sync)
     # A crash between the two leaves a repository without a catalog, which does not open until this is run again.
     kept = None
     if catalog.exists():
@@ -193,8 +195,10 @@ class _Builder:
                 continue
             try:
                 yield bytes.fromhex(identity), read_records(self._folder / name)
-            except (MergefsError, OSError) as error:
+            except MergefsError as error:
                 self._lost.append(f"pack {identity}: {error}")
+            except OSError as error:
+                raise _unreadable(name, error) from error
 
     def _chosen(self, packs: dict[bytes, list[Record]]) -> dict[bytes, tuple[Location, ...]]:
         """Return the places of each block's tiers; of those that are there once, the bytes are not looked at."""
@@ -242,8 +246,10 @@ class _Builder:
                 if hex_digest(data) != identity:
                     raise CorruptionError("its bytes have another hash")
                 yield identity, decode(data)
-            except (MergefsError, OSError) as error:
+            except MergefsError as error:
                 self._lost.append(f"manifest {identity}: {error}")
+            except OSError as error:
+                raise _unreadable(name, error) from error
 
     def _copies(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path in sorted((self._folder / REF_COPIES).glob("*.json")):
@@ -251,5 +257,14 @@ class _Builder:
             try:
                 check_ref_name(name)
                 yield name, decode_ref_copy(path.read_bytes())
-            except (OSError, CorruptionError, RefNameError) as error:
+            except (CorruptionError, RefNameError) as error:
                 self._lost.append(f"ref '{name}': {error}")
+            except OSError as error:
+                raise _unreadable(f"{REF_COPIES}/{path.name}", error) from error
+
+
+def _unreadable(name: str, error: OSError) -> MergefsError:
+    """Return an error about a file that is there: without it, a catalog would forget what may be sound."""
+    return MergefsError(
+        f"{name} cannot be read ({error.strerror}): run this again, or move the file away to go on without it"
+    )

@@ -13,7 +13,8 @@ from mergefs.backend import flush_folder
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.environment import Transaction
-from mergefs.catalog.tables import Location, locations, put_location, put_manifest, put_ref, ref_entries
+from mergefs.catalog.tables import TABLES, Location, locations, put_location, put_manifest, put_ref, ref_entries
+from mergefs.configuration import mend_configuration
 from mergefs.errors import CorruptionError, MergefsError
 from mergefs.fsck import FsckReport, Problem, Progress
 from mergefs.hashing import Buffer, digest, is_hex_id
@@ -62,7 +63,15 @@ def repair(store: Store, *, progress: Progress | None = None) -> RepairReport:
         progress: see `fsck.check`.
     """
     found = fsck.check(store, read_data=True, progress=progress)
-    mending = _Mending(store, found)
+    if any(problem.kind == "catalog" for problem in found.errors):
+        return RepairReport(found.errors, found.errors, 0, 0, 0, ())
+    mend_configuration(store.path, sync=store.sync)
+    if store.catalog.write(lambda txn: _drop_damaged(store, txn)):
+        # What the entries were about is known to be missing now.
+        again = fsck.check(store, read_data=True)
+    else:
+        again = found
+    mending = _Mending(store, again)
     mending.run()
     left = fsck.check(store)
     return RepairReport(
@@ -73,6 +82,20 @@ def repair(store: Store, *, progress: Progress | None = None) -> RepairReport:
         mending.moved,
         tuple(mending.files),
     )
+
+
+def _drop_damaged(store: Store, txn: Transaction) -> int:
+    """Have the catalog forget entries that are damaged, and know all packs in which it has blocks; return how many
+    entries that were."""
+    damaged = [(table, key) for table in TABLES for key in txn.damaged(table)]
+    for table, key in damaged:
+        txn.delete(table, key)
+    known = {key for key, _ in txn.items("packs")}
+    unknown = {location.pack for location in locations(txn)} - known
+    for pack in unknown:
+        with suppress(OSError):
+            txn.put("packs", pack, b'{"size": %d}' % store.backend.size(pack_name(pack)))
+    return len(damaged) + len(unknown)
 
 
 class _Mending:

@@ -20,6 +20,7 @@ from mergefs.catalog.leases import Lease, NoLease, leases
 from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref, ref_entries
 from mergefs.errors import (
     BlocksCollectedError,
+    CatalogDamagedError,
     CatalogMissingError,
     CorruptionError,
     DestinationError,
@@ -35,8 +36,9 @@ from mergefs.hashing import hex_digest, is_hex_id, is_hex_prefix
 from mergefs.manifest import Manifest
 
 CONFIG = "mergefs.json"
+CONFIG_COPY = "mergefs.copy.json"
 FORMAT = "mergefs-repository"
-VERSION = 1
+VERSION = 2
 DEFAULT_BLOCK_SIZE = 1 << 20
 DEFAULT_EXACT: Exact = "fast"
 REF_COPIES = "refs"
@@ -115,7 +117,7 @@ class Store:
         for made in (folder / "catalog", folder, folder.parent):
             flush_folder(made)
         # Written last: a folder without it is not a repository.
-        LocalBackend(folder).put(CONFIG, _encode_config(config))
+        write_config(folder, config)
         return cls(folder)
 
     @classmethod
@@ -157,7 +159,7 @@ class Store:
             UserError: when there is no such coding.
         """
         config = {**read_config(self.path), "exact": check_exact(exact)}
-        self.backend.replace(CONFIG, _encode_config(config))
+        write_config(self.path, config, sync=self.sync)
 
     # -- manifests -----------------------------------------------------------------------------------------
 
@@ -431,8 +433,11 @@ class Store:
         files = [file for file in (self.path / "tmp").iterdir() if file.is_file()]
         if not files:
             return
-        with self.catalog.read() as txn:
-            alive = {lease.id for lease in leases(txn) if lease.alive}
+        try:
+            with self.catalog.read() as txn:
+                alive = {lease.id for lease in leases(txn) if lease.alive}
+        except CatalogDamagedError:
+            return  # a repair opens it too
         for file in files:
             owner = file.name.partition("-")[0]
             # Small files are named by process, whose number may be another container's: those are only old or not.
@@ -567,28 +572,56 @@ def read_config(path: Path) -> dict[str, Any]:
         MergefsError: when the configuration is damaged.
     """
     try:
-        config = json.loads((path / CONFIG).read_bytes())
+        return decode_config(path / CONFIG)
     except (FileNotFoundError, NotADirectoryError):
+        if (path / CONFIG_COPY).is_file() and (path / "catalog").is_dir():
+            raise NotARepositoryError(
+                f"{path} has lost its {CONFIG}: 'mergefs -R {path} fsck --repair' makes it again from its copy"
+            ) from None
         raise NotARepositoryError(f"{path} is not a mergefs repository: 'mergefs init {path}' makes one") from None
     except PermissionError as error:
         raise NotARepositoryError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def decode_config(file: Path) -> dict[str, Any]:
+    """Return what a file with a repository's configuration says.
+
+    Raises:
+        OSError: when it cannot be read.
+        NotARepositoryError, FormatVersionError, MergefsError: see `read_config`.
+    """
+    mending = f"'mergefs -R {file.parent} fsck --repair' makes it again"
+    try:
+        config = json.loads(file.read_bytes())
     except ValueError as error:
-        raise MergefsError(f"{path / CONFIG} is damaged: {error}") from error
+        raise MergefsError(f"{file} is damaged: {error}; {mending}") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise NotARepositoryError(f"{path / CONFIG} is not a mergefs repository's")
+        raise NotARepositoryError(f"{file} is not a mergefs repository's, or it is damaged: {mending}")
     version = config.get("version")
+    if "check" in config and config["check"] != _config_check(config):
+        raise MergefsError(f"{file} is damaged, or was changed by hand: {mending}")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise FormatVersionError(
-            f"{path} has format version {version!r}, this mergefs knows up to {VERSION}: upgrade mergefs"
+            f"{file.parent} has format version {version!r}, this mergefs knows up to {VERSION}: upgrade mergefs"
         )
     size = config.get("block_elements")
-    if config.get("hash") != "blake3" or type(size) is not int or size < 1:
-        raise MergefsError(f"{path / CONFIG} is damaged: it lacks its hash or block size")
+    if config.get("hash") != "blake3" or type(size) is not int or size < 1 or (version > 1 and "check" not in config):
+        raise MergefsError(f"{file} is damaged: it lacks its hash, block size or check; {mending}")
     config.setdefault("exact", DEFAULT_EXACT)
     if config["exact"] not in CODINGS:
-        raise MergefsError(f"{path / CONFIG} is damaged: the exact tier has no coding {config['exact']!r}")
+        raise MergefsError(f"{file} is damaged: the exact tier has no coding {config['exact']!r}; {mending}")
     return config
 
 
-def _encode_config(config: dict[str, Any]) -> bytes:
-    return json.dumps(config, indent=2).encode() + b"\n"
+def write_config(path: Path, config: dict[str, Any], *, sync: bool = True) -> None:
+    """Write a repository's configuration, and its copy before."""
+    checked = {**config, "check": _config_check(config)}
+    data = json.dumps(checked, indent=2).encode() + b"\n"
+    backend = LocalBackend(path, sync=sync)
+    backend.replace(CONFIG_COPY, data)
+    backend.replace(CONFIG, data)
+
+
+def _config_check(config: dict[str, Any]) -> str:
+    rest = {key: value for key, value in config.items() if key != "check"}
+    return hex_digest(json.dumps(rest, sort_keys=True).encode())[:16]

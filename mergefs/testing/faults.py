@@ -65,9 +65,7 @@ class Outcome:
     injected: int
 
 
-def places(
-    command: Sequence[str], folder: Path, *, environment: Mapping[str, str] | None = None
-) -> tuple[Place, ...]:
+def places(command: Sequence[str], folder: Path, *, environment: Mapping[str, str] | None = None) -> tuple[Place, ...]:
     """Run a program and return its calls that change or open something in a folder.
 
     Args:
