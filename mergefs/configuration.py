@@ -72,7 +72,7 @@ def mend_configuration(path: Path, *, sync: bool = True) -> str | None:
         write_config(path, config, sync=sync)
         return what or f"{CONFIG} was made again from its copy"
     size = _block_size(path)
-    config: dict[str, Any] = {
+    made: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "hash": "blake3",
@@ -81,7 +81,7 @@ def mend_configuration(path: Path, *, sync: bool = True) -> str | None:
         "exact": DEFAULT_EXACT,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    write_config(path, config, sync=sync)
+    write_config(path, made, sync=sync)
     return f"{CONFIG} was made again from the manifests: blocks of {size} bytes, exact tiers '{DEFAULT_EXACT}'"
 
 

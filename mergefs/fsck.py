@@ -130,12 +130,13 @@ def catalog_damage(path: Path) -> Problem | None:
     """
     try:
         check_pages(path / "catalog" / "data.mdb")
+        return None
     except PagesError as error:
-        known = tuple(sorted(file.name.removesuffix(".json") for file in (path / REF_COPIES).glob("*.json")))
-        return Problem("catalog", "data.mdb", f"{error}; {MENDING}", known)
+        message = str(error)
     except OSError as error:
-        return Problem("catalog", "data.mdb", f"it cannot be read: {error.strerror}; {MENDING}")
-    return None
+        message = f"it cannot be read: {error.strerror}"
+    known = tuple(sorted(file.name.removesuffix(".json") for file in (path / REF_COPIES).glob("*.json")))
+    return Problem("catalog", "data.mdb", f"{message}; {MENDING}", known)
 
 
 def _damaged_entries(txn: Transaction) -> list[tuple[str, bytes]]:

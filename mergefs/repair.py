@@ -66,12 +66,9 @@ def repair(store: Store, *, progress: Progress | None = None) -> RepairReport:
     if any(problem.kind == "catalog" for problem in found.errors):
         return RepairReport(found.errors, found.errors, 0, 0, 0, ())
     mend_configuration(store.path, sync=store.sync)
-    if store.catalog.write(lambda txn: _drop_damaged(store, txn)):
-        # What the entries were about is known to be missing now.
-        again = fsck.check(store, read_data=True)
-    else:
-        again = found
-    mending = _Mending(store, again)
+    dropped = store.catalog.write(lambda txn: _drop_damaged(store, txn))
+    # What such entries were about is known to be missing now.
+    mending = _Mending(store, fsck.check(store, read_data=True) if dropped else found)
     mending.run()
     left = fsck.check(store)
     return RepairReport(

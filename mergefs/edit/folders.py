@@ -251,8 +251,8 @@ class Hold:
         damage = damaged_files(self.folder)
         if damage:
             raise CorruptionError(
-                f"session {self.folder.name} is damaged: {', '.join(damage)}; 'mergefs discard {self.folder.name}' drops"
-                f" it, and without {self.folder / _CLOSED} it is opened as it is"
+                f"session {self.folder.name} is damaged: {', '.join(damage)}; 'mergefs discard {self.folder.name}'"
+                f" drops it, and without {self.folder / _CLOSED} it is opened as it is"
             )
         self._forget_sums(sync=sync)
 
