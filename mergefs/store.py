@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from mergefs import manifest as manifests
 from mergefs.backend import LocalBackend, flush_folder
+from mergefs.blocks.checking import chosen_checking
 from mergefs.blocks.exact import CODINGS, Exact, check_exact
 from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
@@ -55,10 +56,16 @@ class Store:
         path: the folder.
         readonly: open the catalog for reading only.
         sync: flush to the disk what must survive a power cut; False is for tests and throw-away repositories.
+        check_blocks: how many of the blocks that merges take deltas of are compared with their ids: `always`, `sampled`
+            or `never`; by default what MERGEFS_CHECK_BLOCKS says, or else `sampled`. What is given out as bytes always
+            is.
     """
 
-    def __init__(self, path: str | Path, *, readonly: bool = False, sync: bool = True) -> None:
+    def __init__(
+        self, path: str | Path, *, readonly: bool = False, sync: bool = True, check_blocks: str | None = None
+    ) -> None:
         self.path = Path(path).absolute()
+        self.check_blocks = chosen_checking(check_blocks)
         self.config = read_config(self.path)
         self.block_elements: int = self.config["block_elements"]
         self.sync = sync
@@ -121,14 +128,16 @@ class Store:
         return cls(folder)
 
     @classmethod
-    def open(cls, path: str | Path, *, readonly: bool = False, sync: bool = True) -> Self:
-        """Open a repository.
+    def open(
+        cls, path: str | Path, *, readonly: bool = False, sync: bool = True, check_blocks: str | None = None
+    ) -> Self:
+        """Open a repository; see `Store` for what can be said.
 
         Raises:
             NotARepositoryError: when the folder is not one.
             FormatVersionError: when it was made by a newer mergefs.
         """
-        return cls(path, readonly=readonly, sync=sync)
+        return cls(path, readonly=readonly, sync=sync, check_blocks=check_blocks)
 
     def close(self) -> None:
         """Close the catalog; the object is not usable afterwards."""

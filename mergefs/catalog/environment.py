@@ -103,8 +103,8 @@ class Environment:
                 return
             checked = Transaction(transaction._txn, self._tables, self.path, checks=True)
             for table in self._tables:
-                for key, value in list(transaction.items(table)):
-                    checked.put(table, key, value)
+                for key in [key for key, _ in transaction.items(table)]:
+                    checked.put(table, key, transaction.get(table, key) or b"")
             checked.put(FORMAT_TABLE, _VERSION_KEY, _CHECKED)
             checked.leave_last()
 

@@ -89,8 +89,8 @@ def check_size(path: Path) -> None:
         return
 
 
-def check_pages(path: Path) -> None:
-    """Check every page, without LMDB.
+def check_pages(path: Path) -> frozenset[int]:
+    """Check every page, without LMDB, and return the numbers of those that are in use.
 
     Args:
         path: of `data.mdb`.
@@ -102,13 +102,12 @@ def check_pages(path: Path) -> None:
         for _ in range(_ATTEMPTS):
             pages = _File(file.fileno())
             try:
-                _Audit(pages).run()
-                return
+                return _Audit(pages).run()
             except PagesError:
                 # Others may have committed meanwhile, and used pages again that were free.
                 if _File(file.fileno()).newest.transaction == pages.newest.transaction:
                     raise
-        # Somebody commits all the time. A file that they can all use is left to them.
+    return frozenset()  # somebody commits all the time: a file that they can use is left to them
 
 
 class _File:
@@ -165,8 +164,8 @@ class _Audit:
         self._meta = file.newest
         self._seen = bytearray(self._meta.last + 1)
 
-    def run(self) -> None:
-        """Check.
+    def run(self) -> frozenset[int]:
+        """Check, and return the pages in use.
 
         Raises:
             PagesError: see `check_pages`.
@@ -179,6 +178,7 @@ class _Audit:
             if len(value) != _DB.size:
                 raise PagesError("its list of tables has something else")
         free = list(self._walk(self._meta.free, "its list of free pages"))
+        used = frozenset(number for number, seen in enumerate(self._seen) if seen)
         for key, value in free:
             self._free(key, value)
         lost = self._seen.find(0)
@@ -186,6 +186,7 @@ class _Audit:
             raise PagesError(f"page {lost} is neither in use nor free")
         for meta in (newest, older):
             self._check_last(meta)
+        return used
 
     def _walk(self, db: _Db, what: str) -> Iterator[tuple[bytes, bytes]]:
         """Yield the entries of a table, and check it; those that are tables in it are checked on the way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import click
@@ -59,14 +60,21 @@ class _Lazy(click.Group):
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-R", "--repo", metavar="DIR", envvar="MERGEFS_REPO", help="The repository's folder.")
+@click.option(
+    "--check-blocks",
+    type=click.Choice(["always", "sampled", "never"]),
+    help="Compare experts' blocks with their ids in merges (MERGEFS_CHECK_BLOCKS; default: sampled).",
+)
 @click.version_option(package_name="mergefs")
 @click.pass_context
-def cli(ctx: click.Context, repo: str | None) -> None:
+def cli(ctx: click.Context, repo: str | None, check_blocks: str | None) -> None:
     """Ingest checkpoints once, merge them under a read budget, serve the result as files and arrays.
 
     The repository is the one given with -R or MERGEFS_REPO, or the nearest folder upwards that is one.
     """
     ctx.obj = repo
+    if check_blocks:
+        os.environ["MERGEFS_CHECK_BLOCKS"] = check_blocks  # for the processes of mounts as well
 
 
 def main() -> None:

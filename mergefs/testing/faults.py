@@ -1,12 +1,14 @@
-"""Disks that fail: the n-th write, flush, rename or opening of a program ends with an error, such as EIO or ENOSPC.
+"""Disks that fail, and disks that return other bytes than were written.
 
 `places` runs a program under strace and lists the calls by which it changes or opens something in one folder, those of
-LMDB included. `run_failing` runs it again and has the kernel fail one of them.
+LMDB included. `run_failing` runs it again and has the kernel fail one of them, with an error such as EIO or ENOSPC.
+`WrongReads` returns a wrong bit.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mergefs.backend import LocalBackend
 from mergefs.testing.crashes import RecordError
 
 CALLS = (
@@ -130,3 +133,30 @@ def _traced(
         check=False,
         env=dict(os.environ if environment is None else environment),
     )
+
+
+class WrongReads(LocalBackend):
+    """Objects of which one read returns a wrong bit.
+
+    Args:
+        root: the folder.
+        number: of the read, from 0; none is wrong where there are not as many.
+        seed: of the choice of the bit.
+    """
+
+    def __init__(self, root: Path, number: int, seed: int = 0) -> None:
+        super().__init__(root, sync=False)
+        self.reads = 0
+        """How many there were so far."""
+        self._number = number
+        self._chance = random.Random(seed)
+
+    def get(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
+        """See `Backend.get`."""
+        data = super().get(name, offset, size)
+        self.reads += 1
+        if self.reads - 1 != self._number or not data:
+            return data
+        wrong = bytearray(data)
+        wrong[self._chance.randrange(len(wrong))] ^= 1 << self._chance.randrange(8)
+        return bytes(wrong)
