@@ -583,9 +583,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         return decode_config(path / CONFIG)
     except (FileNotFoundError, NotADirectoryError):
-        if (path / CONFIG_COPY).is_file() and (path / "catalog").is_dir():
+        if all((path / name).is_dir() for name in ("packs", "manifests", "catalog")):
             raise NotARepositoryError(
-                f"{path} has lost its {CONFIG}: 'mergefs -R {path} fsck --repair' makes it again from its copy"
+                f"{path} has lost its {CONFIG}: 'mergefs -R {path} fsck --repair' makes it again"
             ) from None
         raise NotARepositoryError(f"{path} is not a mergefs repository: 'mergefs init {path}' makes one") from None
     except PermissionError as error:
