@@ -175,9 +175,10 @@ class Environment:
                 raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> MergefsError:
-        if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError | lmdb.PanicError):
-            what = "failed before" if isinstance(error, lmdb.PanicError) else f"is damaged: {error}; {MENDING}"
-            return CatalogDamagedError(f"the catalog at {self.path} {what}")
+        if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError):
+            return CatalogDamagedError(f"the catalog at {self.path} is damaged: {error}; {MENDING}")
+        if isinstance(error, lmdb.PanicError):
+            return MergefsError(f"the catalog at {self.path} could not be written: is the disk full, or failing?")
         return MergefsError(f"the catalog at {self.path} failed: {error}")
 
     def _resize(self, size: int) -> None:

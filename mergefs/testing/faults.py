@@ -68,12 +68,14 @@ class Outcome:
     injected: int
 
 
-def places(command: Sequence[str], folder: Path, *, environment: Mapping[str, str] | None = None) -> tuple[Place, ...]:
-    """Run a program and return its calls that change or open something in a folder.
+def places(
+    command: Sequence[str], folders: Sequence[Path], *, environment: Mapping[str, str] | None = None
+) -> tuple[Place, ...]:
+    """Run a program and return its calls that change or open something in some folders.
 
     Args:
-        command: the program and its arguments; it has to name the folder by its absolute path.
-        folder: what it works on.
+        command: the program and its arguments; it has to name the folders by their absolute paths.
+        folders: what it works on.
         environment: variables for the program; this process's when None.
 
     Raises:
@@ -88,7 +90,8 @@ def places(command: Sequence[str], folder: Path, *, environment: Mapping[str, st
     found = set()
     counts: dict[tuple[str, str], int] = {}
     # Of what is written, strace shows the bytes: a folder that is only named there is not meant.
-    named = re.compile(rf'[<"]{re.escape(str(folder.resolve()))}[/>"]')
+    names = "|".join(re.escape(str(folder.resolve())) for folder in folders)
+    named = re.compile(rf'[<"]({names})[/>"]')
     for line in lines:
         match = _CALL.match(line)
         if match is None:

@@ -107,7 +107,7 @@ class Runs:
         self.command = [sys.executable, "-m", "mergefs", "-R", str(self.repository), *words]
         self._fresh()
         # Twice: compiled files are there then, and the calls are those of every later run.
-        self.places = places(self.command, self._place, environment=ENVIRONMENT)
+        self.places = places(self.command, [self.repository, self._place / "other"], environment=ENVIRONMENT)
         with Repository.open(self.repository) as opened:
             self.after = opened.refs()
 
