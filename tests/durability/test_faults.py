@@ -105,9 +105,11 @@ class Runs:
             session = next((info.id for info in opened.sessions()), "")
         words = [word.replace("FOLDER", str(self._place)).replace("SESSION", session) for word in case.command]
         self.command = [sys.executable, "-m", "mergefs", "-R", str(self.repository), *words]
+        # Another one is there to be sent to.
+        self._stores = [self.repository, *([self._place / "other"] if case.command[0] == "push" else [])]
         self._fresh()
-        # Twice: compiled files are there then, and the calls are those of every later run.
-        self.places = places(self.command, [self.repository, self._place / "other"], environment=ENVIRONMENT)
+        # The calls are those of every later run.
+        self.places = places(self.command, self._stores, environment=ENVIRONMENT)
         with Repository.open(self.repository) as opened:
             self.after = opened.refs()
 
@@ -130,7 +132,7 @@ class Runs:
         return outcome.code
 
     def _check(self, where: str, *, done: bool) -> None:
-        for path in (self.repository, self._place / "other"):
+        for path in self._stores:
             with Repository.open(path) as opened:
                 report = opened.fsck(read_data=True)
                 assert report.ok, (where, report.errors)
