@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def _try(name: str, folder: Path, place: Path, most: int | None) -> Counter[tupl
     runs = Runs(CASES[name], folder, place)
     faults = [(at, error) for at in runs.places for error in ERRORS]
     if most is not None:
-        faults = [faults[int(i * len(faults) / most)] for i in range(most)] if len(faults) > most else faults
+        faults = random.Random(name).sample(faults, min(most, len(faults)))
     ended: Counter[tuple[str, int]] = Counter()
     for at, error in faults:
         ended[error, runs.fail(at, error)] += 1
