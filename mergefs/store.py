@@ -623,11 +623,13 @@ def decode_config(file: Path) -> dict[str, Any]:
 
 
 def write_config(path: Path, config: dict[str, Any], *, sync: bool = True) -> None:
-    """Write a repository's configuration, and its copy before."""
-    checked = {**config, "check": _config_check(config)}
-    data = json.dumps(checked, indent=2).encode() + b"\n"
+    """Write a repository's configuration, and its copy before; one of the first version has neither check nor copy."""
     backend = LocalBackend(path, sync=sync)
-    backend.replace(CONFIG_COPY, data)
+    if config["version"] > 1:
+        config = {**config, "check": _config_check(config)}
+    data = json.dumps(config, indent=2).encode() + b"\n"
+    if config["version"] > 1:
+        backend.replace(CONFIG_COPY, data)
     backend.replace(CONFIG, data)
 
 

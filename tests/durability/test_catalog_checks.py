@@ -100,6 +100,8 @@ def test_a_repository_of_the_first_version_is_read_and_written(path: Path) -> No
         repository.catalog.add_checks()
         assert repository.fsck(read_data=True).ok
         repository.remove(["again"])
+        repository.use_exact("small")
+        assert "check" not in read_config(path)
     assert _served(path) == before
 
 

@@ -57,7 +57,8 @@ def test_small_takes_less_and_has_the_same_coarse_tiers(both: dict[str, Path]) -
 def test_a_configuration_without_the_key_means_fast_and_another_coding_is_damage(tmp_path: Path) -> None:
     new_repository(tmp_path / "old").close()
     path = tmp_path / "old" / "mergefs.json"
-    config = json.loads(path.read_text())
+    config = {**json.loads(path.read_text()), "version": 1}
+    del config["check"]
     path.write_text(json.dumps({key: value for key, value in config.items() if key != "exact"}))
     with Repository.open(tmp_path / "old") as repository:
         assert repository.exact == "fast"
