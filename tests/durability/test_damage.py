@@ -156,7 +156,7 @@ def _check(outcomes: Outcomes) -> None:
 
 
 def test_some_damage(sound: Path, tmp_path: Path) -> None:
-    _check(_matrix(sound, tmp_path / "damaged", itertools.count(), 16))
+    _check(_matrix(sound, tmp_path / "damaged", itertools.count(), 10))
 
 
 @pytest.mark.exhaustive

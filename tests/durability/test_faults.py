@@ -158,15 +158,14 @@ def _try(name: str, folder: Path, place: Path, most: int | None) -> Counter[tupl
     return ended
 
 
-@pytest.mark.parametrize("name", ["ingest an expert", "rm"])
-def test_a_failing_disk(name: str, folder: Path, tmp_path: Path) -> None:
-    assert _try(name, folder, tmp_path, 4).total() == 4
+def test_a_failing_disk(folder: Path, tmp_path: Path) -> None:
+    assert _try("rm", folder, tmp_path, 4).total() == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_some_faults(name: str, folder: Path, tmp_path: Path) -> None:
-    assert _try(name, folder, tmp_path, 6).total() == 6
+    assert _try(name, folder, tmp_path, 3).total() == 3
 
 
 @pytest.mark.exhaustive
