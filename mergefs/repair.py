@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mergefs import fsck
 from mergefs.backend import flush_folder
-from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name, read_records
+from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, hash_file, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import TABLES, Location, locations, put_location, put_manifest, put_ref, ref_entries
@@ -65,6 +65,7 @@ def repair(store: Store, *, progress: Progress | None = None) -> RepairReport:
     found = fsck.check(store, read_data=True, progress=progress)
     if any(problem.kind == "catalog" for problem in found.errors):
         return RepairReport(found.errors, found.errors, 0, 0, 0, ())
+    _check_readable(store, found)
     mend_configuration(store.path, sync=store.sync)
     dropped = store.catalog.write(lambda txn: _drop_damaged(store, txn))
     # What such entries were about is known to be missing now.
@@ -79,6 +80,27 @@ def repair(store: Store, *, progress: Progress | None = None) -> RepairReport:
         mending.moved,
         tuple(mending.files),
     )
+
+
+def _check_readable(store: Store, found: FsckReport) -> None:
+    """Check that what seems damaged is not only hard to read: it would be put aside, and its blocks forgotten.
+
+    Raises:
+        MergefsError: when the disk refuses to read a pack that is there, or did so before.
+    """
+    for name in (problem.name for problem in found.errors if problem.kind == "pack" and is_hex_id(problem.name)):
+        path = store.path / pack_name(bytes.fromhex(name))
+        try:
+            read_records(path)
+            sound = hash_file(path) == name
+        except (FileNotFoundError, CorruptionError):
+            continue
+        except OSError as error:
+            raise MergefsError(
+                f"{path} cannot be read ({error.strerror}): run this again, or move the file away to go on without it"
+            ) from error
+        if sound:
+            raise MergefsError(f"{path} could be read only the second time, and is sound: run this again")
 
 
 def _drop_damaged(store: Store, txn: Transaction) -> int:
