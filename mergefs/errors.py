@@ -75,6 +75,10 @@ class CorruptionError(MergefsError):
     """Stored data is missing or is not what its name says."""
 
 
+class CatalogDamagedError(CorruptionError):
+    """The catalog, or an entry of it, is not what was written."""
+
+
 class BlocksCollectedError(MergefsError):
     """Blocks or models that were going to be used have been collected in the meantime: start again."""
 

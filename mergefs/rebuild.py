@@ -193,8 +193,10 @@ class _Builder:
                 continue
             try:
                 yield bytes.fromhex(identity), read_records(self._folder / name)
-            except (MergefsError, OSError) as error:
+            except MergefsError as error:
                 self._lost.append(f"pack {identity}: {error}")
+            except OSError as error:
+                raise _unreadable(name, error) from error
 
     def _chosen(self, packs: dict[bytes, list[Record]]) -> dict[bytes, tuple[Location, ...]]:
         """Return the places of each block's tiers; of those that are there once, the bytes are not looked at."""
@@ -242,8 +244,10 @@ class _Builder:
                 if hex_digest(data) != identity:
                     raise CorruptionError("its bytes have another hash")
                 yield identity, decode(data)
-            except (MergefsError, OSError) as error:
+            except MergefsError as error:
                 self._lost.append(f"manifest {identity}: {error}")
+            except OSError as error:
+                raise _unreadable(name, error) from error
 
     def _copies(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path in sorted((self._folder / REF_COPIES).glob("*.json")):
@@ -251,5 +255,14 @@ class _Builder:
             try:
                 check_ref_name(name)
                 yield name, decode_ref_copy(path.read_bytes())
-            except (OSError, CorruptionError, RefNameError) as error:
+            except (CorruptionError, RefNameError) as error:
                 self._lost.append(f"ref '{name}': {error}")
+            except OSError as error:
+                raise _unreadable(f"{REF_COPIES}/{path.name}", error) from error
+
+
+def _unreadable(name: str, error: OSError) -> MergefsError:
+    """Return an error about a file that is there: without it, a catalog would forget what may be sound."""
+    return MergefsError(
+        f"{name} cannot be read ({error.strerror}): run this again, or move the file away to go on without it"
+    )

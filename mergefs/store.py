@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from mergefs import manifest as manifests
 from mergefs.backend import LocalBackend, flush_folder
+from mergefs.blocks.checking import chosen_checking
 from mergefs.blocks.exact import CODINGS, Exact, check_exact
 from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
@@ -20,6 +21,7 @@ from mergefs.catalog.leases import Lease, NoLease, leases
 from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref
 from mergefs.errors import (
     BlocksCollectedError,
+    CatalogDamagedError,
     CatalogMissingError,
     CorruptionError,
     DestinationError,
@@ -35,6 +37,7 @@ from mergefs.hashing import hex_digest, is_hex_id, is_hex_prefix
 from mergefs.manifest import Manifest
 
 CONFIG = "mergefs.json"
+CONFIG_COPY = "mergefs.copy.json"
 FORMAT = "mergefs-repository"
 VERSION = 2
 DEFAULT_BLOCK_SIZE = 1 << 20
@@ -54,10 +57,22 @@ class Store:
         readonly: open the catalog for reading only.
         sync: flush to the disk what must survive a power cut; False is for tests and throw-away repositories.
         oldest: the lowest version that is opened; only a migration opens one of an earlier version.
+        check_blocks: how many of the blocks that merges take deltas of are compared with their ids: `always`, `sampled`
+            or `never`; by default what MERGEFS_CHECK_BLOCKS says, or else `sampled`. What is given out as bytes always
+            is.
     """
 
-    def __init__(self, path: str | Path, *, readonly: bool = False, sync: bool = True, oldest: int = VERSION) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        readonly: bool = False,
+        sync: bool = True,
+        check_blocks: str | None = None,
+        oldest: int = VERSION,
+    ) -> None:
         self.path = Path(path).absolute()
+        self.check_blocks = chosen_checking(check_blocks)
         self.config = read_config(self.path, oldest=oldest)
         self.block_elements: int = self.config["block_elements"]
         self.sync = sync
@@ -122,18 +137,20 @@ class Store:
         for made in (folder / "catalog", folder, folder.parent) if sync else ():
             flush_folder(made)
         # Written last: a folder without it is not a repository.
-        LocalBackend(folder, sync=sync).put(CONFIG, _encode_config(config))
+        write_config(folder, config, sync=sync)
         return cls(folder, sync=sync)
 
     @classmethod
-    def open(cls, path: str | Path, *, readonly: bool = False, sync: bool = True) -> Self:
-        """Open a repository.
+    def open(
+        cls, path: str | Path, *, readonly: bool = False, sync: bool = True, check_blocks: str | None = None
+    ) -> Self:
+        """Open a repository; see `Store` for what can be said.
 
         Raises:
             NotARepositoryError: when the folder is not one.
             FormatVersionError: when it was made by a newer mergefs, or is to be migrated.
         """
-        return cls(path, readonly=readonly, sync=sync)
+        return cls(path, readonly=readonly, sync=sync, check_blocks=check_blocks)
 
     def close(self) -> None:
         """Close the catalog; the object is not usable afterwards."""
@@ -164,12 +181,12 @@ class Store:
             UserError: when there is no such coding.
         """
         config = {**read_config(self.path), "exact": check_exact(exact)}
-        self.backend.replace(CONFIG, _encode_config(config))
+        write_config(self.path, config, sync=self.sync)
 
     def set_version(self, version: int) -> None:
         """Raise the repository's version, once everything in it is as that one has it."""
         self.config = {**read_config(self.path, oldest=1), "version": version}
-        self.backend.replace(CONFIG, _encode_config(self.config))
+        write_config(self.path, self.config, sync=self.sync)
 
     # -- manifests -----------------------------------------------------------------------------------------
 
@@ -438,8 +455,11 @@ class Store:
         files = [file for file in (self.path / "tmp").iterdir() if file.is_file()]
         if not files:
             return
-        with self.catalog.read() as txn:
-            alive = {lease.id for lease in leases(txn) if lease.alive}
+        try:
+            with self.catalog.read() as txn:
+                alive = {lease.id for lease in leases(txn) if lease.alive}
+        except CatalogDamagedError:
+            return  # a repair opens it too
         for file in files:
             owner = file.name.partition("-")[0]
             # Small files are named by process, whose number may be another container's: those are only old or not.
@@ -578,33 +598,67 @@ def read_config(path: Path, *, oldest: int = VERSION) -> dict[str, Any]:
         MergefsError: when the configuration is damaged.
     """
     try:
-        config = json.loads((path / CONFIG).read_bytes())
+        return decode_config(path / CONFIG, oldest=oldest)
     except (FileNotFoundError, NotADirectoryError):
+        if all((path / name).is_dir() for name in ("packs", "manifests", "catalog")):
+            raise NotARepositoryError(
+                f"{path} has lost its {CONFIG}: 'mergefs -R {path} fsck --repair' makes it again"
+            ) from None
         raise NotARepositoryError(f"{path} is not a mergefs repository: 'mergefs init {path}' makes one") from None
     except PermissionError as error:
         raise NotARepositoryError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def decode_config(file: Path, *, oldest: int = 1) -> dict[str, Any]:
+    """Return what a file with a repository's configuration says.
+
+    Args:
+        file: the configuration, or its copy.
+        oldest: the lowest version that will do.
+
+    Raises:
+        OSError: when it cannot be read.
+        NotARepositoryError, FormatVersionError, MergefsError: see `read_config`.
+    """
+    mending = f"'mergefs -R {file.parent} fsck --repair' makes it again"
+    try:
+        config = json.loads(file.read_bytes())
     except ValueError as error:
-        raise MergefsError(f"{path / CONFIG} is damaged: {error}") from error
+        raise MergefsError(f"{file} is damaged: {error}; {mending}") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise NotARepositoryError(f"{path / CONFIG} is not a mergefs repository's")
+        raise NotARepositoryError(f"{file} is not a mergefs repository's, or it is damaged: {mending}")
     version = config.get("version")
+    if "check" in config and config["check"] != _config_check(config):
+        raise MergefsError(f"{file} is damaged, or was changed by hand: {mending}")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise FormatVersionError(
-            f"{path} has format version {version!r}, this mergefs knows up to {VERSION}: upgrade mergefs"
+            f"{file.parent} has format version {version!r}, this mergefs knows up to {VERSION}: upgrade mergefs"
         )
     if version < oldest:
         raise FormatVersionError(
-            f"{path} has format version {version}, and this mergefs works with version {VERSION}: 'mergefs -R {path}"
-            " migrate' brings it there, without changing any model"
+            f"{file.parent} has format version {version}, and this mergefs works with version {VERSION}:"
+            f" 'mergefs -R {file.parent} migrate' brings it there, without changing any model"
         )
     size = config.get("block_elements")
-    if config.get("hash") != "blake3" or type(size) is not int or size < 1:
-        raise MergefsError(f"{path / CONFIG} is damaged: it lacks its hash or block size")
+    if config.get("hash") != "blake3" or type(size) is not int or size < 1 or (version > 1 and "check" not in config):
+        raise MergefsError(f"{file} is damaged: it lacks its hash, block size or check; {mending}")
     config.setdefault("exact", DEFAULT_EXACT)
     if config["exact"] not in CODINGS:
-        raise MergefsError(f"{path / CONFIG} is damaged: the exact tier has no coding {config['exact']!r}")
+        raise MergefsError(f"{file} is damaged: the exact tier has no coding {config['exact']!r}; {mending}")
     return config
 
 
-def _encode_config(config: dict[str, Any]) -> bytes:
-    return json.dumps(config, indent=2).encode() + b"\n"
+def write_config(path: Path, config: dict[str, Any], *, sync: bool = True) -> None:
+    """Write a repository's configuration, and its copy before; one of the first version has neither check nor copy."""
+    backend = LocalBackend(path, sync=sync)
+    if config["version"] > 1:
+        config = {**config, "check": _config_check(config)}
+    data = json.dumps(config, indent=2).encode() + b"\n"
+    if config["version"] > 1:
+        backend.replace(CONFIG_COPY, data)
+    backend.replace(CONFIG, data)
+
+
+def _config_check(config: dict[str, Any]) -> str:
+    rest = {key: value for key, value in config.items() if key != "check"}
+    return hex_digest(json.dumps(rest, sort_keys=True).encode())[:16]

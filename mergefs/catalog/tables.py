@@ -55,6 +55,7 @@ class Catalog:
         )
         self.read = self._environment.read
         self.write = self._environment.write
+        self.add_checks = self._environment.add_checks
 
     @classmethod
     def create(cls, path: Path, *, sync: bool = True) -> Self:
@@ -66,6 +67,11 @@ class Catalog:
     def readonly(self) -> bool:
         """Whether nothing can be entered."""
         return self._environment.readonly
+
+    @property
+    def has_checks(self) -> bool:
+        """Whether values have checks; those of a catalog of the first version have none."""
+        return self._environment.has_checks
 
     def close(self) -> None:
         """Give the environment back."""

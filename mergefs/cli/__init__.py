@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import click
@@ -67,14 +68,21 @@ class _Lazy(click.Group):
     envvar="MERGEFS_NO_SYNC",
     help="Flush nothing to the disk: faster, and a power cut may destroy the repository.",
 )
+@click.option(
+    "--check-blocks",
+    type=click.Choice(["always", "sampled", "never"]),
+    help="Compare experts' blocks with their ids in merges (MERGEFS_CHECK_BLOCKS; default: sampled).",
+)
 @click.version_option(package_name="mergefs")
 @click.pass_context
-def cli(ctx: click.Context, repo: str | None, no_sync: bool) -> None:
+def cli(ctx: click.Context, repo: str | None, no_sync: bool, check_blocks: str | None) -> None:
     """Ingest checkpoints once, merge them under a read budget, serve the result as files and arrays.
 
     The repository is the one given with -R or MERGEFS_REPO, or the nearest folder upwards that is one.
     """
     ctx.obj = repo
+    if check_blocks:
+        os.environ["MERGEFS_CHECK_BLOCKS"] = check_blocks  # for the processes of mounts as well
 
 
 def main() -> None:

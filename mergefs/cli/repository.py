@@ -104,6 +104,20 @@ def fsck(repo: str | None, read_data: bool, repair: bool, as_json: bool) -> None
     --repair puts damaged files into the folder 'quarantine' and forgets the blocks that are lost. These come back when
     a checkpoint that has them is ingested again, or a merge that derives them is run again.
     """
+    from mergefs.configuration import mend_configuration
+    from mergefs.fsck import FsckReport, catalog_damage
+
+    path = Path(repo) if repo else find_repository(Path.cwd())
+    mended_first = mend_configuration(path.absolute()) if repair else None
+    if mended_first:
+        click.echo(f"mergefs: {mended_first}", err=True)
+    damage = catalog_damage(path) if (path / "catalog" / "data.mdb").is_file() else None
+    if damage is not None:
+        # LMDB is not asked to open it: it may end the process over it.
+        broken = FsckReport((damage,), 0, 0, 0, 0, read_data)
+        text = f"{damage.kind} {damage.name}: {damage.message} (affects {', '.join(damage.affects)})"
+        emit({"ok": False, **vars(broken)}, as_json, lambda: text)
+        sys.exit(1)
     with repository(repo) as opened, progress("checking", in_bytes=False) as tell:
         if repair:
             mended = opened.repair(progress=tell)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mergefs.blocks.checking import EVERY
 from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
 from mergefs.errors import UserError
 from mergefs.hashing import Buffer
@@ -41,7 +42,7 @@ class Deriver:
         counter.add(Kind.METADATA, len(plan.encoded))
         self.plan = plan.id
         self._store = store
-        self._reader = BlockReader(store.catalog, store.backend, counter)
+        self._reader = BlockReader(store.catalog, store.backend, counter, check=EVERY[store.check_blocks])
         self._sources = Sources(
             plan,
             store.manifest(plan.base),

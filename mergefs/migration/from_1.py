@@ -1,4 +1,5 @@
-"""From version 1 to 2: coarse tiers become streams of bits, refs get their copies, statistics of earlier forms go."""
+"""From version 1 to 2: coarse tiers become streams of bits, refs get copies, the catalog its checks, statistics of
+earlier forms go."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ def from_1(store: Store, progress: Progress | None = None) -> Done:
     blocks, damaged = _rewrite_tiers(store, progress)
     if blocks:
         refresh_statistics(store)
+    store.catalog.add_checks()
     return Done(blocks, dropped, copied, damaged)
 
 

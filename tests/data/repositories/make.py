@@ -148,6 +148,9 @@ def fill(made: Made, features: set[str]) -> None:
         made.run("ingest", str(write(made.folder / "z", checkpoint(3), config)), "--as", "z", "--base", "base")
         made.run("rm", "z")
         made.run("gc")
+    if "quick" in features:
+        made.run("repack", "--exact", "quick")
+        made.run("ingest", str(write(made.folder / "q", checkpoint(4), config)), "--as", "q", "--base", "base")
     made.run("tag", "x", "a.tag@2")
     made.merge("linear", recipe("linear"))
     made.merge("linear-baseless", recipe("linear", None), "--lazy")
