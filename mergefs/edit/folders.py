@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from mergefs.backend import flush_folder
-from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, UserError
+from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, RefNameError, UserError
 from mergefs.hashing import is_hex, is_hex_id
+from mergefs.json_input import load_json
 from mergefs.locks import is_locked
 from mergefs.store import Store, check_ref_name
 
@@ -93,10 +94,12 @@ def read(store: Store, identity: str) -> SessionInfo:
     """
     folder = _folder(store, identity)
     try:
-        value = json.loads((folder / _DESCRIPTION).read_bytes())
+        value = load_json((folder / _DESCRIPTION).read_bytes())
         if value["format"] != FORMAT or value["version"] != VERSION or not is_hex_id(value["manifest"]):
             raise ValueError("it is of another format")
         ref = value["ref"]
+        if ref is not None:
+            check_ref_name(ref)
         return SessionInfo(
             identity,
             value["manifest"],
@@ -107,7 +110,7 @@ def read(store: Store, identity: str) -> SessionInfo:
         )
     except FileNotFoundError:
         raise NotFoundError(f"there is no session {identity}: 'mergefs sessions' shows them") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RefNameError) as error:
         raise CorruptionError(
             f"{folder / _DESCRIPTION} is damaged ({error}): 'mergefs discard {identity}' removes the session"
         ) from error
@@ -258,7 +261,8 @@ def _folder(store: Store, identity: str) -> Path:
 
 def _directory(folder: Path) -> Path | None:
     try:
-        return Path(json.loads((folder / _PLACE).read_bytes())["directory"])
+        found = str(load_json((folder / _PLACE).read_bytes())["directory"])
+        return None if "\0" in found else Path(found)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -266,7 +270,7 @@ def _directory(folder: Path) -> Path | None:
 def _result(folder: Path) -> str | None:
     """Return the id of the manifest that was going to be committed last; None where there was none."""
     try:
-        return str(json.loads((folder / _RESULT).read_bytes())["manifest"])
+        return str(load_json((folder / _RESULT).read_bytes())["manifest"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from mergefs.backend import flush_folder
 from mergefs.errors import DestinationError, MergefsError
 from mergefs.hashing import Buffer
+from mergefs.json_input import load_json
 from mergefs.serve.layout import OutputFile
 from mergefs.units import format_size
 
@@ -298,7 +299,7 @@ class _RemoteFolder:
             present = self._fs.find(self._root) if self._fs.exists(self._root) else []
             if not present:
                 self._fs.makedirs(self._root, exist_ok=True)
-            elif not self._fs.exists(marker) or (known := json.loads(self._fs.cat_file(marker)))["export"] != self._key:
+            elif not self._fs.exists(marker) or (known := load_json(self._fs.cat_file(marker)))["export"] != self._key:
                 raise DestinationError(f"{self._url} is not an empty folder: name one that does not exist yet")
             else:
                 self._finished = dict(known["finished"])
