@@ -453,6 +453,12 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("a tensor is named twice")
     if [file.path for file in manifest.files] != sorted(set(manifest.file_by_path)):
         raise ValueError("files are not in the order of their paths, or a path is there twice")
+    for path in manifest.file_by_path:
+        above = path.rpartition("/")[0]
+        while above:
+            if above in manifest.file_by_path:
+                raise ValueError(f"{above!r} is a file and a folder")
+            above = above.rpartition("/")[0]
     for tensor in manifest.tensors:
         for part in (tensor, *(tensor.added.tensors if tensor.added else ())):
             # Beyond what an offset can hold there is no length either.

@@ -14,7 +14,7 @@ Mutate = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
 
 BASIC_BYTES = 16 << 20
 BYTES_PER_BYTE = 64
-"""An execution may allocate `BASIC_BYTES` + `BYTES_PER_BYTE` times its input (spec/hostile-input.md)."""
+"""An execution may allocate its target's basic bytes and `BYTES_PER_BYTE` times its input (spec/hostile-input.md)."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Target:
         share: how many of 1,000 executions over all targets are this one's.
         refused: exceptions that are answers; all others are crashes.
         largest: longest input in bytes.
+        basic: bytes that an execution may allocate whatever its input.
     """
 
     name: str
@@ -38,8 +39,8 @@ class Target:
     share: int
     refused: tuple[type[BaseException], ...] = (MergefsError,)
     largest: int = 1 << 16
+    basic: int = BASIC_BYTES
 
-
-def allowed_bytes(size: int) -> int:
-    """Return how much an execution may allocate for an input of `size` bytes."""
-    return BASIC_BYTES + BYTES_PER_BYTE * size
+    def allowed_bytes(self, size: int) -> int:
+        """Return how much an execution may allocate for an input of `size` bytes."""
+        return self.basic + BYTES_PER_BYTE * size

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.fuzz.target import Run, Target, allowed_bytes
+from tools.fuzz.target import Run, Target
 
 _HEAD = struct.Struct("<QQQQQQ")
 _ROOM = 1 << 17
@@ -128,7 +128,7 @@ class Worker:
             tracemalloc.stop()
         self.state.looked += 1
         self.state.largest = max(self.state.largest, peak)
-        if peak > allowed_bytes(len(data)):
+        if peak > self._target.allowed_bytes(len(data)):
             raise TooMuchError(f"{peak} bytes were allocated for an input of {len(data)}")
 
     def _is_new(self, signature: int) -> bool:

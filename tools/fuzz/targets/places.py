@@ -223,7 +223,7 @@ def _zarr_seeds() -> list[bytes]:
 
 TARGETS = (
     Target("fsspec-url", lambda: [u.encode() for u in _URLS], _urls, either(words(*_URL_WORDS), change_bytes), 30, (MergefsError, FileNotFoundError, NotADirectoryError)),
-    Target("names", lambda: [n.encode() for n in _NAMES], _names, either(words("%", "GiB", "@", "f" * 63), change_bytes), 120, ()),
-    Target("zarr-key", lambda: [k.encode() for k in _KEYS], _keys, either(words("/c/", "zarr.json", "a/weight", "c", "/"), change_bytes), 80),
-    Target("zarr-metadata", _zarr_seeds, _zarr, _zarr_mutate, 1),
+    Target("names", lambda: [n.encode() for n in _NAMES], _names, either(words("%", "GiB", "@", "f" * 63), change_bytes), 40, ()),
+    Target("zarr-key", lambda: [k.encode() for k in _KEYS], _keys, either(words("/c/", "zarr.json", "a/weight", "c", "/"), change_bytes), 30),
+    Target("zarr-metadata", _zarr_seeds, _zarr, _zarr_mutate, 2, basic=300 << 20),
 )  # fmt: skip

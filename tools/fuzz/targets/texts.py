@@ -143,7 +143,7 @@ def _adapter() -> Run:
         if shapes:
             try:
                 given = {str(name): tuple(map(int, shape)) for name, shape in json.loads(shapes).items()}
-            except (ValueError, TypeError, AttributeError, RecursionError):
+            except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
                 given = _ADAPTED
         adapt(found, given, _ADAPTED_MODEL, "it")
 
@@ -215,11 +215,11 @@ def _dumps(values: Sequence[Any]) -> Callable[[], list[bytes]]:
 
 TARGETS = (
     Target(
-        "safetensors-header", _header_seeds, _header, with_length(either(change_json, change_json, change_bytes)), 200
+        "safetensors-header", _header_seeds, _header, with_length(either(change_json, change_json, change_bytes)), 60
     ),
-    Target("index", _index_seeds, _index, change_json, 60),
-    Target("recipe", lambda: [text.encode() for text in _RECIPES], _recipe, either(words(*_YAML), change_json), 12),
-    Target("adapter-config", _dumps(_ADAPTERS), _adapter, _adapter_mutate, 80),
-    Target("model-files", _dumps(_CONFIGS), _model_files, change_json, 40),
-    Target("importance", _dumps([{"w": 2.0, "v": [1.0, 0.5]}]), _importance, change_json, 40),
+    Target("index", _index_seeds, _index, change_json, 40),
+    Target("recipe", lambda: [text.encode() for text in _RECIPES], _recipe, either(words(*_YAML), change_json), 6),
+    Target("adapter-config", _dumps(_ADAPTERS), _adapter, _adapter_mutate, 40),
+    Target("model-files", _dumps(_CONFIGS), _model_files, change_json, 30),
+    Target("importance", _dumps([{"w": 2.0, "v": [1.0, 0.5]}]), _importance, change_json, 30),
 )

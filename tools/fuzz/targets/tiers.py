@@ -162,8 +162,8 @@ def _pair_seeds() -> list[bytes]:
 
 TARGETS = (
     *(
-        Target(f"tiers-{coding}", _seeds(coding), _decode, _mutate, 80, (CorruptionError,), 1 << 17)
+        Target(f"tiers-{coding}", _seeds(coding), _decode, _mutate, 25, (CorruptionError,), 1 << 17)
         for coding in CODINGS
     ),
-    Target("tiers-round-trip", _pair_seeds, _encode, change_bytes, 20, (), 1 << 17),
+    Target("tiers-round-trip", _pair_seeds, _encode, change_bytes, 5, (), 1 << 17),
 )
