@@ -8,6 +8,12 @@ import yaml
 
 from mergefs.errors import RecipeError
 
+DEEPEST = 100
+"""So deep may YAML be nested."""
+
+MOST_NODES = 200_000
+"""So many scalars, lists and maps may a document have, aliases counted as what they stand for."""
+
 
 class Map(dict[str, Any]):
     """A map of YAML.
@@ -68,7 +74,13 @@ class Place:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, with a key given twice refused."""
+    """YAML's safe subset, with a key given twice refused, and what is nested too deep: reading that takes the square of
+    its length."""
+
+    def fetch_more_tokens(self) -> Any:
+        if self.flow_level + len(self.indents) > DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} deep", problem_mark=self.get_mark())
+        return super().fetch_more_tokens()
 
 
 def _map(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Map:
@@ -98,6 +110,39 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _map)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SEQUENCE_TAG, _items)
 
 
+def _check_size(document: yaml.Node) -> None:
+    """Refuse a document that is a little text and, with its aliases and merged keys written out, endless.
+
+    Raises:
+        MarkedYAMLError: when it is.
+    """
+    sizes: dict[int, int] = {}
+    depths: dict[int, int] = {}
+    pending = [(document, False)]
+    under_way: set[int] = set()
+    while pending:
+        node, done = pending.pop()
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = list(node.value)
+        key = id(node)
+        if done:
+            under_way.discard(key)
+            sizes[key] = 1 + sum(sizes[id(part)] for part in parts)
+            depths[key] = 1 + max((depths[id(part)] for part in parts), default=0)
+            if sizes[key] > MOST_NODES or depths[key] > DEEPEST:
+                problem = f"with its aliases written out it has more than {MOST_NODES} parts, or is nested too deep"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        elif key in under_way:
+            raise yaml.MarkedYAMLError(problem="an alias of what it is itself a part of", problem_mark=node.start_mark)
+        elif key not in sizes:
+            under_way.add(key)
+            pending.append((node, True))
+            pending.extend((part, False) for part in parts if id(part) not in sizes)
+
+
 def load_documents(text: str, file: str) -> list[tuple[Any, str]]:
     """Return the documents of YAML text, with `Map` and `Items` for their maps and lists, and the text of each.
 
@@ -115,6 +160,7 @@ def load_documents(text: str, file: str) -> list[tuple[Any, str]]:
         while loader.check_node():
             node = loader.get_node()
             assert node is not None
+            _check_size(node)
             begin, end = node.start_mark.index, node.end_mark.index
             line = text.rfind("\n", 0, begin) + 1
             if not text[line:begin].strip():

@@ -10,12 +10,10 @@ from typing import Any
 
 from mergefs.hashing import is_hex_id
 
-_LONGEST = 500
 
-
-def cut(message: str) -> str:
-    """Return a message of at most some 500 characters: it may quote what a stranger wrote."""
-    return message if len(message) <= _LONGEST else message[:_LONGEST] + "..."
+def cut(message: str, longest: int = 500) -> str:
+    """Return a message, or the beginning of a long one: it may quote what a stranger wrote."""
+    return message if len(message) <= longest else message[:longest] + "..."
 
 
 def only(value: dict[str, Any], keys: Set[str]) -> None:

@@ -141,8 +141,8 @@ class _LocalFolder:
                 f"'{lost[0]}' is not there after it was written: {self.folder.parent} does not tell names apart that"
                 " differ in case only; export to another file system"
             )
-        for path in sorted(there - {file.path for file in files}):
-            (self.folder / path).unlink()  # of an earlier export that was interrupted
+        for name in sorted(there - {file.path for file in files}):
+            (self.folder / name).unlink()  # of an earlier export that was interrupted
         for path in {self.folder, *(parent for file in files for parent in _parents(self.folder, file.path))}:
             _flush_folder(path)
 

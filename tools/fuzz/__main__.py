@@ -6,8 +6,8 @@
 Every target runs in a process of its own, so that one that dies is seen and its input kept. An input has to be
 accepted or refused with the exceptions that the target names (`MergefsError`, with few exceptions); everything else, an
 input that takes longer than a minute, and one that allocates more than spec/hostile-input.md allows, is a crash. The
-inputs are made from valid ones by changing what they are made of; those that are refused in a new way, by the lines that
-the exception came by, are kept and changed further. With --guided, atheris (the extra `fuzz`) chooses by the branches
+inputs are made from valid ones by changing what they are made of; those that are refused in a new way, by the lines
+that the exception came by, are kept and changed further. With --guided, atheris (the extra `fuzz`) chooses by the branches
 taken. With --bounds, compiled loops check every index: slow, and it finds what does not crash.
 """
 
@@ -182,7 +182,7 @@ def _checked(found: Path) -> dict[str, str]:
         "NUMBA_BOUNDSCHECK": "1",
         "NUMBA_CACHE_DIR": str(cache),
         "NUMBA_CPU_NAME": "generic",
-        "NUMBA_CPU_FEATURES": "",
+        "NUMBA_CPU_FEATURES": "-avx2,-avx512bw,-bmi2",
     }
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -186,10 +186,14 @@ def _chunk() -> bytes:
 
 
 _CODECS = [
-    {"name": "bytes", "configuration": {"endian": "little"}}, {"name": "transpose", "configuration": {"order": [1, 0]}},
-    {"name": "gzip", "configuration": {"level": 1}}, {"name": "crc32c"}, {"name": "vlen-utf8"}, {"name": "numcodecs.pickle"},
-    {"name": "sharding_indexed", "configuration": {"chunk_shape": [1, 1], "codecs": [{"name": "bytes"}], "index_codecs": [{"name": "bytes"}]}},
-    {"id": "pickle"}, {"id": "json2"}, {"id": "msgpack2"}, {"id": "lz4"}, {"id": "blosc"}, {"id": "shuffle", "elementsize": 0}, {"id": "delta", "dtype": "<f4"},
+    {"name": "bytes", "configuration": {"endian": "little"}}, {"name": "transpose", "configuration": {"order": [1,
+    0]}},
+    {"name": "gzip", "configuration": {"level": 1}}, {"name": "crc32c"}, {"name": "vlen-utf8"},
+    {"name": "numcodecs.pickle"},
+    {"name": "sharding_indexed", "configuration": {"chunk_shape": [1, 1], "codecs": [{"name": "bytes"}],
+    "index_codecs": [{"name": "bytes"}]}},
+    {"id": "pickle"}, {"id": "json2"}, {"id": "msgpack2"}, {"id": "lz4"}, {"id": "blosc"}, {"id": "shuffle",
+    "elementsize": 0}, {"id": "delta", "dtype": "<f4"},
     {"id": "mergefs_ulp", "dtype": "BF16"}, {"id": "mergefs_tiers"}, {"id": "vlen-array", "dtype": "<f4"},
 ]  # fmt: skip
 
@@ -221,9 +225,16 @@ def _zarr_seeds() -> list[bytes]:
     return [json.dumps(_group(version)).encode() for version in (3, 2)]
 
 
+_REFUSED = (MergefsError, FileNotFoundError, NotADirectoryError)
+
+
+def _texts(values: Sequence[str]) -> Callable[[], list[bytes]]:
+    return lambda: [value.encode() for value in values]
+
+
 TARGETS = (
-    Target("fsspec-url", lambda: [u.encode() for u in _URLS], _urls, either(words(*_URL_WORDS), change_bytes), 30, (MergefsError, FileNotFoundError, NotADirectoryError)),
-    Target("names", lambda: [n.encode() for n in _NAMES], _names, either(words("%", "GiB", "@", "f" * 63), change_bytes), 40, ()),
-    Target("zarr-key", lambda: [k.encode() for k in _KEYS], _keys, either(words("/c/", "zarr.json", "a/weight", "c", "/"), change_bytes), 30),
+    Target("fsspec-url", _texts(_URLS), _urls, either(words(*_URL_WORDS), change_bytes), 30, _REFUSED),
+    Target("names", _texts(_NAMES), _names, either(words("%", "GiB", "@", "f" * 63), change_bytes), 40, ()),
+    Target("zarr-key", _texts(_KEYS), _keys, either(words("/c/", "zarr.json", "a/weight", "c"), change_bytes), 30),
     Target("zarr-metadata", _zarr_seeds, _zarr, _zarr_mutate, 2, basic=300 << 20),
-)  # fmt: skip
+)

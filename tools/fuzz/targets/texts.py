@@ -82,22 +82,88 @@ def _index() -> Run:
 
 
 _RECIPES = [
-    "merge_method: linear\nmodels:\n  - model: x\n    parameters: {weight: 0.5}\n  - model: y\n    parameters:\n      weight: 1\ndtype: bfloat16\n",
-    "merge_method: ties\nbase_model: b\nmodels:\n- {model: x, parameters: {weight: [0, 0.5, 1], density: 0.3}}\n- model: y\n  parameters: {weight: [{filter: mlp, value: 0.5}, {value: 1}], density: 0.2}\nparameters: {normalize: true, lambda: 1.1}\n",
-    "slices:\n- sources:\n  - {model: x, layer_range: [0, 2]}\n  - model: y\n    layer_range: [0, 2]\nmerge_method: slerp\nbase_model: x\nparameters:\n  t: [0, 1]\ntokenizer_source: base\nchat_template: auto\n",
-    "name: one\nmerge_method: dare_ties\nbase_model: b\nmodels: &m\n  - model: x+lora\n    parameters: {weight: 1, density: 0.5}\n---\nname: two\nmerge_method: linear\nmodels:\n - {model: one, parameters: {weight: 1}}\n - {model: z, parameters: {weight: 1}}\n",
-    "a: &a [x, x]\nmerge_method: task_arithmetic\nbase_model: b\nmodels:\n  - &x {model: x, parameters: &p {weight: 1}}\n  - {<<: *x, model: y}\n  - {model: z, parameters: *p}\n",
-    "modules:\n  default:\n    models: [{model: x, parameters: {weight: 1}}]\n    parameters: {normalize: false}\nmerge_method: linear\nout_dtype: float16\ndtype: float32\n",
-    '{"merge_method": "della", "base_model": "b", "models": [{"model": "x", "parameters": {"weight": 1, "density": 0.4, "epsilon": 0.1}}]}',
-    "merge_method: model_stock\nbase_model: b\nmodels: [{model: x}, {model: y}, {model: z}]\n",
-    "merge_method: nuslerp\nmodels: [{model: x, parameters: {weight: 1}}, {model: y, parameters: {weight: 2}}]\ntokenizer: {source: x}\n",
-]  # fmt: skip
+    """merge_method: linear
+models:
+  - model: x
+    parameters: {weight: 0.5}
+  - model: y
+    parameters:
+      weight: 1
+dtype: bfloat16
+""",
+    """merge_method: ties
+base_model: b
+models:
+- {model: x, parameters: {weight: [0, 0.5, 1], density: 0.3}}
+- model: y
+  parameters:
+    weight: [{filter: mlp, value: 0.5}, {value: 1}]
+    density: 0.2
+parameters: {normalize: true, lambda: 1.1}
+""",
+    """slices:
+- sources:
+  - {model: x, layer_range: [0, 2]}
+  - model: y
+    layer_range: [0, 2]
+merge_method: slerp
+base_model: x
+parameters:
+  t: [0, 1]
+tokenizer_source: base
+chat_template: auto
+""",
+    """name: one
+merge_method: dare_ties
+base_model: b
+models: &m
+  - model: x+lora
+    parameters: {weight: 1, density: 0.5}
+---
+name: two
+merge_method: linear
+models:
+ - {model: one, parameters: {weight: 1}}
+ - {model: z, parameters: {weight: 1}}
+""",
+    """a: &a [x, x]
+merge_method: task_arithmetic
+base_model: b
+models:
+  - &x {model: x, parameters: &p {weight: 1}}
+  - {<<: *x, model: y}
+  - {model: z, parameters: *p}
+""",
+    """modules:
+  default:
+    models: [{model: x, parameters: {weight: 1}}]
+    parameters: {normalize: false}
+merge_method: linear
+out_dtype: float16
+dtype: float32
+""",
+    """{"merge_method": "della", "base_model": "b", 
+"models": [{"model": "x", "parameters": {"weight": 1, "density": 0.4, "epsilon": 0.1}}]}""",
+    """merge_method: model_stock
+base_model: b
+models: [{model: x}, {model: y}, {model: z}]
+""",
+    """merge_method: nuslerp
+models: [{model: x, parameters: {weight: 1}}, {model: y, parameters: {weight: 2}}]
+tokenizer: {source: x}
+""",
+]
 _YAML = [
-    "&a ", "*a", "<<: ", "- ", "? ", ": ", "|\n", ">\n", "[", "]", "{", "}", "!!binary ", "!!set ", "!!timestamp ", "!!float ",
-    "!!int ", "!!null ", "!!omap ", "!!pairs ", "!!str ", "!!bool ", "!!python/name:os.system", "---\n", "...\n", "# ", "\t", "'", '"',
-    "%YAML 1.1\n", "%TAG ! x\n", "0o7", "0x_", "1_000", "190:20:30", "2001-01-01", "2001-99-99", "0b", ".inf", ".nan", "~", "yes", "=",
-    "&a [*a, *a]", "&b [*a,*a,*a,*a,*a,*a,*a,*a]", "weight", "density", "lambda", "models", "model", "slices", "sources", "layer_range",
-    "parameters", "filter", "value", "base_model", "merge_method", "linear", "ties", "slerp", "tokenizer", "chat_template", "modules",
+    "&a ", "*a", "<<: ", "- ", "? ", ": ", "|\n", ">\n", "[", "]", "{", "}", "!!binary ", "!!set ", "!!timestamp ",
+    "!!float ",
+    "!!int ", "!!null ", "!!omap ", "!!pairs ", "!!str ", "!!bool ", "!!python/name:os.system", "---\n", "...\n",
+    "# ", "\t", "'", '"',
+    "%YAML 1.1\n", "%TAG ! x\n", "0o7", "0x_", "1_000", "190:20:30", "2001-01-01", "2001-99-99", "0b", ".inf",
+    ".nan", "~", "yes", "=",
+    "&a [*a, *a]", "&b [*a,*a,*a,*a,*a,*a,*a,*a]", "weight", "density", "lambda", "models", "model", "slices",
+    "sources", "layer_range",
+    "parameters", "filter", "value", "base_model", "merge_method", "linear", "ties", "slerp", "tokenizer",
+    "chat_template", "modules",
     "[" * 3000, "- " * 3000, "{a: " * 2000, "? " * 2000, "9" * 5000,
 ]  # fmt: skip
 
@@ -120,11 +186,14 @@ def _use(recipe: Recipe) -> None:
 
 _ADAPTERS = [
     {
-        "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none", "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "base", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "init_lora_weights": True,
+        "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "base", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False,
+        "init_lora_weights": True,
         "rank_pattern": {}, "alpha_pattern": {}, "lora_dropout": 0.1, "modules_to_save": None,
     },
-    {"peft_type": "LORA", "r": 2, "rank_pattern": {"layers.0.q": 4, "^v": 4}, "alpha_pattern": {"layers\\.\\d+\\.q": 3}, "use_rslora": True},
+    {"peft_type": "LORA", "r": 2, "rank_pattern": {"layers.0.q": 4, "^v": 4},
+    "alpha_pattern": {"layers\\.\\d+\\.q": 3}, "use_rslora": True},
 ]  # fmt: skip
 _ADAPTED = {
     "base_model.model.model.layers.0.q.lora_A.weight": (4, 8),
@@ -160,8 +229,10 @@ def _adapter_mutate(rng: random.Random, data: bytes, kept: Sequence[bytes]) -> b
 
 
 _CONFIGS = [
-    {"num_hidden_layers": 2, "layer_types": ["a", "b"], "torch_dtype": "bfloat16", "tie_word_embeddings": True, "mlp_only_layers": [0]},
-    {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "c"}], "text_config": {"n_layer": 2, "layers": [1, 2]}},
+    {"num_hidden_layers": 2, "layer_types": ["a", "b"], "torch_dtype": "bfloat16", "tie_word_embeddings": True,
+    "mlp_only_layers": [0]},
+    {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "c"}],
+    "text_config": {"n_layer": 2, "layers": [1, 2]}},
     {"model": {"vocab": [["a", 0.1], ["b", 0.2]]}, "chat_template": [{"name": "default", "template": "x"}]},
     {"metadata": {"total_size": 4}, "weight_map": {"w": "model.safetensors"}},
 ]  # fmt: skip
