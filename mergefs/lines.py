@@ -84,14 +84,20 @@ class _Loader(yaml.SafeLoader):
 
 
 def _map(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Map:
+    own = {id(key_node) for key_node, _ in node.value}
     loader.flatten_mapping(node)
+    merged: set[str] = set()
     found = Map(node.start_mark.line + 1)
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
             raise yaml.MarkedYAMLError(problem=f"the key {key!r} is not text", problem_mark=key_node.start_mark)
-        if key in found:
+        if key in found and key not in merged:
             raise yaml.MarkedYAMLError(problem=f"the key '{key}' is there twice", problem_mark=key_node.start_mark)
+        if id(key_node) not in own:
+            merged.add(key)  # by `<<`: what the map says itself goes before it
+        else:
+            merged.discard(key)
         found[key] = loader.construct_object(value_node, deep=True)
         found.lines[key] = key_node.start_mark.line + 1
         found.value_lines[key] = value_node.start_mark.line + 1

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from mergefs.errors import CorruptionError
 from mergefs.manifest import Manifest
-from mergefs.merge import registry
 from mergefs.merge.parameters import INT8_MASK
 from mergefs.planner.plan import Plan
 
@@ -19,6 +18,8 @@ def check_fits(plan: Plan, base: Manifest, experts: Sequence[Manifest]) -> None:
             depths for more or fewer blocks, or lacks a parameter of its method.
         RecipeError: when there is no such method.
     """
+    from mergefs.merge import registry  # whose methods import those who ask this
+
     method = registry.method(plan.method)
     mine = {name for name, spec in method.parameters.items() if spec.per_model}
     shared = method.parameters.keys() - mine - {INT8_MASK}

@@ -7,8 +7,8 @@ Every target runs in a process of its own, so that one that dies is seen and its
 accepted or refused with the exceptions that the target names (`MergefsError`, with few exceptions); everything else, an
 input that takes longer than a minute, and one that allocates more than spec/hostile-input.md allows, is a crash. The
 inputs are made from valid ones by changing what they are made of; those that are refused in a new way, by the lines
-that the exception came by, are kept and changed further. With --guided, atheris (the extra `fuzz`) chooses by the branches
-taken. With --bounds, compiled loops check every index: slow, and it finds what does not crash.
+that the exception came by, are kept and changed further. With --guided, atheris (the extra `fuzz`) chooses by the
+branches taken. With --bounds, compiled loops check every index: slow, and it finds what does not crash.
 """
 
 from __future__ import annotations
