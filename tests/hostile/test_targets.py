@@ -105,6 +105,14 @@ FOUND: dict[str, tuple[str, bytes]] = {
         "statistics",
         b"mst3" + bytes(8) + b"\1\0\0\0\1\0\0\0\1\0\0\0" + bytes(8) + b"\x28\xb5\x2f\xfd\xe0" + b"\xff" * 8,
     ),
+    "a pattern that matches for ever": (
+        "adapter-config",
+        b'{"peft_type": "LORA", "r": 4, "rank_pattern": {"(.+)+x": 4}}',
+    ),
+    "a pattern that nearly does": (
+        "adapter-config",
+        b'{"peft_type": "LORA", "r": 4, "rank_pattern": {".*.*.*.*.*.*.*.*x": 4}}',
+    ),
     "planes for numcodecs that are too short": ("ulp-codec", b"\x08" + bytes(10)),
     "tiers for a base of half an element": ("tiers-fast", b"\x0b\1\1\0\0\0\3"),
     "a plan whose parts are of other kinds": (
