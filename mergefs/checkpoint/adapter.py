@@ -166,10 +166,11 @@ def _patterns(value: Any, where: str) -> Iterator[tuple[re.Pattern[str], str, An
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: a pattern is {quote(value)}, not an object; {_AGAIN}")
     for key, given in value.items():
-        if len(key) > _LONGEST_PATTERN or re.search(r"\)[*+{]", key) or len(re.findall(r"[*+{]", key)) > _MOST_REPEATS:
+        repeats = len(re.findall(r"[*+{]", key))
+        if len(key) > _LONGEST_PATTERN or repeats > _MOST_REPEATS or re.search(r"\)[*+{]", key):
             raise CheckpointError(
-                f"{where}: the pattern {quote(key)} repeats more than can be matched in bounded time; write the modules'"
-                " names instead"
+                f"{where}: the pattern {quote(key)} repeats more than can be matched in bounded time: write the"
+                " modules' names instead"
             )
         try:
             yield re.compile(rf"(.*\.)?({key})"), key, given

@@ -28,6 +28,8 @@ SAMPLED = 256
 LIMIT = 512 << 20
 """More address space than this beyond what the process begins with is refused by the kernel."""
 _MOST_KEPT = 4096
+_MOST_RUNS = (1 << 31) - 1
+"""libFuzzer counts in 32 bits."""
 
 
 @dataclass
@@ -218,8 +220,9 @@ def guided(target: Target, board: Board, executions: int, seconds: float, seed: 
         folder = corpus or Path(scratch)
         for data in kept:
             _keep(folder, data)
-        options = [f"-runs={executions}", f"-max_total_time={max(1, int(seconds))}", f"-seed={seed or 1}"]
-        options += [f"-max_len={target.largest}", "-rss_limit_mb=0", "-verbosity=0", "-detect_leaks=0", "-timeout=60"]
+        options = [f"-runs={min(executions, _MOST_RUNS)}", f"-max_total_time={max(1, int(seconds))}"]
+        options += [f"-seed={seed or 1}", f"-max_len={target.largest}"]
+        options += ["-rss_limit_mb=0", "-verbosity=0", "-detect_leaks=0", "-timeout=60"]
         limit_memory()
         atheris.Setup([sys.argv[0], *options, str(folder)], one, custom_mutator=mutate)
         atheris.Fuzz()  # ends the process
