@@ -177,6 +177,9 @@ def load_documents(text: str, file: str) -> list[tuple[Any, str]]:
         raise RecipeError(f"{Place(file, number)}: {error.problem}: correct the YAML") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{file} is not YAML: {error}") from error
+    except (KeyError, IndexError, AttributeError, TypeError, OverflowError) as error:
+        # What PyYAML raises for explicit tags that do not fit, such as `!!bool 2` or `!!timestamp x`.
+        raise RecipeError(f"{file} is not YAML: a value does not fit its tag ({error!r}): leave the tag out") from error
     finally:
         if loader is not None:
             loader.dispose()

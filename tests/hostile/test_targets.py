@@ -113,6 +113,10 @@ FOUND: dict[str, tuple[str, bytes]] = {
         "adapter-config",
         b'{"peft_type": "LORA", "r": 4, "rank_pattern": {".*.*.*.*.*.*.*.*x": 4}}',
     ),
+    "a flag of YAML that is none": ("recipe", b"!!bool merge"),
+    "a key of YAML that is no flag": ("recipe", b"{!!bool model: y}"),
+    "a time of YAML that is none": ("recipe", b"name: !!timestamp x"),
+    "a number of YAML that is none": ("recipe", b"name: !!int ''"),
     "planes for numcodecs that are too short": ("ulp-codec", b"\x08" + bytes(10)),
     "tiers for a base of half an element": ("tiers-fast", b"\x0b\1\1\0\0\0\3"),
     "a plan whose parts are of other kinds": (
