@@ -130,7 +130,7 @@ def is_sound(record: Record) -> bool:
     encoding = Encoding(record.encoding)
     return (
         record.raw_length % BY_CODE[record.dtype].itemsize == 0
-        and (record.tiers == 1 or encoding is Encoding.TIERS)
+        and (record.tiers == 1 or (encoding.needs_base and encoding is not Encoding.ULP_ZSTD))
         and (record.base != NO_BASE) == encoding.needs_base
     )
 

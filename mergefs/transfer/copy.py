@@ -178,10 +178,10 @@ def _tiers(source: Side, block: bytes) -> tuple[Location, ...]:
         raise CorruptionError(f"block {block.hex()} is missing where the model comes from")
     for location in tiers:
         record, first = location.record, tiers[0].record
-        kind = (record.base, record.encoding, record.dtype, record.raw_length, record.tiers)
+        kind = (record.base, record.dtype, record.raw_length, record.tiers)
         # What is stored from here on is read without asking how large it may be.
         if (
-            kind != (first.base, first.encoding, first.dtype, first.raw_length, len(tiers))
+            kind != (first.base, first.dtype, first.raw_length, len(tiers))
             or not codecs.is_sound(record)
             or record.raw_length > largest_block(source.block_elements)
         ):
