@@ -30,6 +30,8 @@ from tools.fuzz.work import Board, State
 
 SLOWEST = 60.0
 """An execution that takes longer than so many seconds hangs."""
+_FIRST, _COMPILING = 100, 600.0
+"""The first ones may wait for loops to be compiled."""
 
 
 @dataclass
@@ -142,7 +144,7 @@ class Campaign:
                 now = board.state().executions
                 if now != last:
                     last, since = now, time.monotonic()
-                elif now and time.monotonic() - since > SLOWEST:
+                elif now and time.monotonic() - since > (SLOWEST if now > _FIRST else _COMPILING):
                     process.kill()
                     process.wait()
                     return True
