@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -44,8 +45,10 @@ IDS = [f"{n:02x}" * 32 for n in range(8)]
 
 
 def scratch() -> Path:
-    """Return a new folder, in memory where there is a file system in it."""
-    return Path(tempfile.mkdtemp(prefix="mergefs-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    """Return a new folder, in memory where there is a file system in it; it goes when the process ends."""
+    folder = tempfile.mkdtemp(prefix="mergefs-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _tensor(name: str, shape: tuple[int, ...], blocks: int, dtype: str = "BF16", **more: Any) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from mergefs.planner.importance import load_importance
 from mergefs.recipe import Recipe
 from tools.fuzz.mutate import change_bytes, change_json, either, with_length, words
 from tools.fuzz.target import Run, Target
+from tools.fuzz.targets.objects import scratch
 
 _TENSORS = [("model.embed.weight", DTYPES["BF16"], (4, 3)), ("a", DTYPES["F32"], ()), ("b.0", DTYPES["U8"], (0, 2))]
 
@@ -32,10 +32,6 @@ def _header_seeds() -> list[bytes]:
         found.append(build_header(tensors, metadata) + bytes(size))
     many = [(f"layers.{i}.weight", DTYPES["I8"], (2,)) for i in range(20)]
     return [*found, build_header(many) + bytes(40)]
-
-
-def _scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="mergefs-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
 
 
 def _header() -> Run:
@@ -66,7 +62,7 @@ def _index_seeds() -> list[bytes]:
 
 
 def _index() -> Run:
-    folder = _scratch()
+    folder = scratch()
     seeds = _header_seeds()
     (folder / "one.safetensors").write_bytes(seeds[0])
     (folder / "two.safetensors").write_bytes(seeds[-1])
