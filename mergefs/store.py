@@ -34,6 +34,7 @@ from mergefs.errors import (
     UserError,
 )
 from mergefs.hashing import hex_digest, is_hex_id, is_hex_prefix
+from mergefs.json_input import load_json
 from mergefs.manifest import Manifest
 
 CONFIG = "mergefs.json"
@@ -41,6 +42,7 @@ CONFIG_COPY = "mergefs.copy.json"
 FORMAT = "mergefs-repository"
 VERSION = 2
 DEFAULT_BLOCK_SIZE = 1 << 20
+LARGEST_BLOCK_SIZE = 2 * manifests.MOST_BLOCK_ELEMENTS
 DEFAULT_EXACT: Exact = "fast"
 REF_COPIES = "refs"
 _FOLDERS = ("packs", "manifests", "plans", REF_COPIES, "tmp")
@@ -113,7 +115,7 @@ class Store:
         if str(path) == "":
             raise UserError("the repository's folder is an empty text: name a folder")
         folder = Path(path).absolute()
-        if block_size % 4096 or not 4096 <= block_size <= 1 << 28:
+        if block_size % 4096 or not 4096 <= block_size <= LARGEST_BLOCK_SIZE:
             raise UserError(f"a block size of {block_size} bytes: it must be a multiple of 4 KiB up to 256 MiB")
         coding = check_exact(exact)
         try:
@@ -398,7 +400,7 @@ class Store:
                 value = txn.get("refs", name.encode()) if _may_be_ref(name) else None
                 if value is None:
                     raise NotFoundError(f"there is no ref '{name}': 'mergefs ls' shows them")
-                gone[name] = str(json.loads(value)["manifest"])
+                gone[name] = str(load_json(value)["manifest"])
             for name in wanted:
                 txn.delete("refs", name.encode())
             return gone
@@ -422,7 +424,7 @@ class Store:
         if value is None:
             self.backend.delete(ref_copy_name(name))
             return
-        entry = json.loads(value)
+        entry = load_json(value)
         about = get_manifest(txn, entry["manifest"]) or {}
         self.backend.replace(ref_copy_name(name), encode_ref_copy({**entry, "about": about}))
 
@@ -473,12 +475,17 @@ def _check_whole(txn: Transaction, manifest: Manifest) -> None:
 
     Raises:
         BlocksCollectedError: when it is not: leases should have prevented that.
+        CorruptionError: when a block is of another length than the manifest says, as a stranger's may be.
     """
-    for block in set(manifest.block_ids()):
+    for block, size in set(manifest.block_sizes()):
         location = get_location(txn, block)
         base = location.record.base if location else NO_BASE
         if location is None or (base != NO_BASE and get_location(txn, base) is None):
             raise BlocksCollectedError(f"block {block.hex()} was collected before the model was published")
+        if location.record.raw_length != size:
+            raise CorruptionError(
+                f"block {block.hex()} has {location.record.raw_length} bytes, and manifest {manifest.id} says {size}"
+            )
     if manifest.is_lazy:
         for identity in (manifest.lineage.base, *manifest.lineage.experts):
             if identity is not None and get_manifest(txn, identity) is None:
@@ -487,7 +494,7 @@ def _check_whole(txn: Transaction, manifest: Manifest) -> None:
 
 def _check_unmoved(txn: Transaction, name: str, allowed: set[str]) -> None:
     value = txn.get("refs", name.encode())
-    now = "" if value is None else str(json.loads(value)["manifest"])
+    now = "" if value is None else str(load_json(value)["manifest"])
     if now not in allowed:
         what = f"names {now[:12]} now" if now else "was removed"
         raise RefMovedError(f"'{name}' {what}: commit under another name, or overrule with --force")
@@ -536,9 +543,20 @@ def decode_ref_copy(data: bytes) -> dict[str, Any]:
     line, _, rest = data.partition(b"\n")
     if rest != hex_digest(line).encode() + b"\n":
         raise CorruptionError("the copy of a ref is damaged: its bytes have another hash")
-    entry = json.loads(line)
-    assert isinstance(entry, dict)
-    return entry
+    try:
+        entry = load_json(line)
+        whole = (
+            isinstance(entry, dict)
+            and is_hex_id(entry["manifest"])
+            and (entry["previous"] is None or is_hex_id(entry["previous"]))
+            and isinstance(entry["time"], (int, float))
+            and isinstance(entry.get("about", {}), dict)
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptionError(f"the copy of a ref is malformed: {error!r}") from error
+    if not whole:
+        raise CorruptionError("the copy of a ref is malformed: a part of it is of another kind")
+    return dict(entry)
 
 
 def ref_copy_name(name: str) -> str:
@@ -622,7 +640,7 @@ def decode_config(file: Path, *, oldest: int = 1) -> dict[str, Any]:
     """
     mending = f"'mergefs -R {file.parent} fsck --repair' makes it again"
     try:
-        config = json.loads(file.read_bytes())
+        config = load_json(file.read_bytes())
     except ValueError as error:
         raise MergefsError(f"{file} is damaged: {error}; {mending}") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
@@ -640,7 +658,12 @@ def decode_config(file: Path, *, oldest: int = 1) -> dict[str, Any]:
             f" 'mergefs -R {file.parent} migrate' brings it there, without changing any model"
         )
     size = config.get("block_elements")
-    if config.get("hash") != "blake3" or type(size) is not int or size < 1 or (version > 1 and "check" not in config):
+    if (
+        config.get("hash") != "blake3"
+        or type(size) is not int
+        or not 1 <= size <= LARGEST_BLOCK_SIZE // 2
+        or (version > 1 and "check" not in config)
+    ):
         raise MergefsError(f"{file} is damaged: it lacks its hash, block size or check; {mending}")
     config.setdefault("exact", DEFAULT_EXACT)
     if config["exact"] not in CODINGS:

@@ -153,7 +153,7 @@ def _read_raw(path: str | os.PathLike[str], where: str) -> tuple[bytes, int]:
             length = int.from_bytes(start, "little")
             if length > LONGEST_JSON:
                 raise _too_long(where, length, start + file.read(len(_LFS_POINTER)))
-            text = file.read(length)
+            text = file.read(min(length, state.st_size))  # what it claims is set aside beforehand
     except (OSError, ValueError) as error:
         problem = f"{where} cannot be read: {reason(error)}"
         raise CheckpointError(f"{problem}; name a safetensors file that you may read") from None

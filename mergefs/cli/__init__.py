@@ -43,6 +43,10 @@ _COMMANDS = {
 }
 
 
+_LONGEST_MESSAGE = 4000
+"""Characters: a message may quote what a stranger wrote."""
+
+
 class _Lazy(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -88,6 +92,7 @@ def cli(ctx: click.Context, repo: str | None, no_sync: bool, check_blocks: str |
 def main() -> None:
     """Run the command line and exit: 0, 1 for our fault, 2 for the user's."""
     from mergefs.errors import MergefsError
+    from mergefs.parts import cut
 
     try:
         code = cli.main(standalone_mode=False)
@@ -99,7 +104,7 @@ def main() -> None:
         click.echo(f"mergefs: {printable(error.format_message())}", err=True)
         sys.exit(error.exit_code)
     except MergefsError as error:
-        click.echo(f"mergefs: {printable(str(error))}", err=True)
+        click.echo(f"mergefs: {printable(cut(str(error), _LONGEST_MESSAGE))}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.stderr.close()

@@ -18,8 +18,9 @@ from typing import Any
 
 from mergefs.backend import flush_folder
 from mergefs.blocks.pack import hash_file
-from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, UserError
+from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, RefNameError, UserError
 from mergefs.hashing import hex_digest, is_hex, is_hex_id
+from mergefs.json_input import load_json
 from mergefs.locks import is_locked
 from mergefs.store import Store, check_ref_name
 
@@ -99,6 +100,8 @@ def read(store: Store, identity: str) -> SessionInfo:
         if value["format"] != FORMAT or value["version"] != VERSION or not is_hex_id(value["manifest"]):
             raise ValueError("it is of another format")
         ref = value["ref"]
+        if ref is not None:
+            check_ref_name(ref)
         return SessionInfo(
             identity,
             value["manifest"],
@@ -113,7 +116,7 @@ def read(store: Store, identity: str) -> SessionInfo:
                 f"{folder / _DESCRIPTION} is missing: 'mergefs discard {identity}' removes the session"
             ) from None
         raise NotFoundError(f"there is no session {identity}: 'mergefs sessions' shows them") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RefNameError) as error:
         raise CorruptionError(
             f"{folder / _DESCRIPTION} is damaged ({error}): 'mergefs discard {identity}' removes the session"
         ) from error
@@ -296,7 +299,8 @@ def _folder(store: Store, identity: str) -> Path:
 
 def _directory(folder: Path) -> Path | None:
     try:
-        return Path(_read(folder / _PLACE)["directory"])
+        found = str(_read(folder / _PLACE)["directory"])
+        return None if "\0" in found else Path(found)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -362,7 +366,7 @@ def _read(path: Path) -> dict[str, Any]:
         FileNotFoundError: when there is none.
         ValueError: when it is damaged.
     """
-    value = json.loads(path.read_bytes())
+    value = load_json(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     check = value.pop("check", None)  # there is none in those of before there were checks

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from mergefs.backend import flush_folder
 from mergefs.errors import DestinationError, MergefsError
 from mergefs.hashing import Buffer
+from mergefs.json_input import load_json
 from mergefs.serve.layout import OutputFile
 from mergefs.units import format_size
 
@@ -141,6 +142,15 @@ class _LocalFolder:
     def finish(self, files: list[OutputFile]) -> None:
         """Make everything durable and leave nothing but the files."""
         shutil.rmtree(self._unfinished, ignore_errors=True)
+        there = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if not path.is_dir()}
+        lost = sorted({file.path for file in files} - there)
+        if lost:
+            raise DestinationError(
+                f"'{lost[0]}' is not there after it was written: {self.folder.parent} does not tell names apart that"
+                " differ in case only; export to another file system"
+            )
+        for name in sorted(there - {file.path for file in files}):
+            (self.folder / name).unlink()  # of an earlier export that was interrupted
         if not self._sync:
             return
         for path in {self.folder, *(parent for file in files for parent in _parents(self.folder, file.path))}:
@@ -231,7 +241,11 @@ def _abandon(folder: _LocalFolder, files: list[OutputFile], error: BaseException
 def _locked(part: Path, asked: Path) -> int:
     """Return the descriptor that holds the lock of a folder, for as long as it is open."""
     with writing(asked):
-        descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # In a folder where others may write, somebody may have made it to have a hand in the export.
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
+        raise DestinationError(f"{part} belongs to another user: export to a folder that only you can write to")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         mine = os.fstat(descriptor).st_ino == os.stat(part).st_ino
@@ -310,7 +324,7 @@ class _RemoteFolder:
             present = self._fs.find(self._root) if self._fs.exists(self._root) else []
             if not present:
                 self._fs.makedirs(self._root, exist_ok=True)
-            elif not self._fs.exists(marker) or (known := json.loads(self._fs.cat_file(marker)))["export"] != self._key:
+            elif not self._fs.exists(marker) or (known := load_json(self._fs.cat_file(marker)))["export"] != self._key:
                 raise DestinationError(f"{self._url} is not an empty folder: name one that does not exist yet")
             else:
                 self._finished = dict(known["finished"])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mergefs.blocks.floats import from_float, to_float
 from mergefs.checkpoint import adapter
-from mergefs.checkpoint.companions import encoded, set_dtype, set_total_size, weight_index
+from mergefs.checkpoint.companions import rewritten, set_dtype, set_total_size, weight_index
 from mergefs.checkpoint.directory import INDEX, SINGLE
 from mergefs.checkpoint.safetensors import build_header
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import CorruptionError, UserError
 from mergefs.hashing import Buffer
+from mergefs.json_input import load_json
 from mergefs.manifest import Blob, FileRecipe, Tensor, TensorData
 from mergefs.serve.view import View
 
@@ -132,12 +132,8 @@ def _stored(view: View, file: FileRecipe) -> OutputFile:
 
 
 def _rewritten(view: View, file: FileRecipe, change: Callable[[dict[str, Any]], None]) -> OutputFile:
-    try:
-        value = json.loads(view.read(file.path))
-        change(value)
-    except (ValueError, AttributeError, TypeError, KeyError):
-        return _stored(view, file)  # not what transformers would write: left alone
-    return _literal(file.path, encoded(value))
+    data = rewritten(view.read(file.path), change)
+    return _stored(view, file) if data is None else _literal(file.path, data)
 
 
 def _literal(path: str, data: bytes) -> OutputFile:
@@ -223,7 +219,7 @@ def file_metadata(view: View, file: FileRecipe) -> dict[str, str] | None:
             break
         size += segment.size
     try:
-        found = json.loads(view.read(file.path, 8, size - 8)).get("__metadata__")
+        found = load_json(view.read(file.path, 8, size - 8)).get("__metadata__")
     except (ValueError, AttributeError) as error:
         raise CorruptionError(f"the header of '{file.path}' is damaged: {error}") from error
     return None if found is None else dict(found)

@@ -4,7 +4,6 @@ another dtype, every tensor."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from mergefs.checkpoint.safetensors import LENGTH_BYTES, Header, TensorEntry, pa
 from mergefs.checkpoint.strict import LONGEST_JSON
 from mergefs.dtypes import DType
 from mergefs.errors import CheckpointError, DestinationError, MergefsError, UserError
+from mergefs.json_input import load_json
 from mergefs.manifest import Tensor, TensorData
 from mergefs.pipeline import available_cores, ordered
 from mergefs.serve.export import FILES_AT_ONCE, expected_sha256, remember
@@ -355,7 +355,7 @@ class _Comparison:
                 self.missing.append(INDEX)
             return
         try:
-            said = json.loads(self._folder.read(INDEX, 0, self._folder.sizes[INDEX]))["weight_map"]
+            said = load_json(self._folder.read(INDEX, 0, self._folder.sizes[INDEX]))["weight_map"]
         except (ValueError, KeyError, TypeError):
             said = None
         if said != dict(homes):

@@ -19,8 +19,18 @@ from mergefs.blocks.pack import PackWriter, Record, pack_name, read_table
 from mergefs.catalog.tables import Location
 from mergefs.errors import CorruptionError, FormatVersionError, NotFoundError, RefMovedError, UserError
 from mergefs.hashing import hex_digest, is_hex_id, is_hex_prefix
+from mergefs.json_input import load_json
 from mergefs.manifest import Manifest, decode
-from mergefs.store import check_ref_name, decode_ref_copy, encode_ref_copy, manifest_name, plan_name, ref_copy_name
+from mergefs.parts import positive
+from mergefs.store import (
+    LARGEST_BLOCK_SIZE,
+    check_ref_name,
+    decode_ref_copy,
+    encode_ref_copy,
+    manifest_name,
+    plan_name,
+    ref_copy_name,
+)
 from mergefs.transfer.placing import placing
 from mergefs.transfer.side import Model, Receiver, Side
 
@@ -71,12 +81,14 @@ class Archive(Side):
             self._write(CONFIG, json.dumps(made).encode())
             return
         try:
-            found = json.loads(config)
+            found = load_json(config)
             if found["format"] != FORMAT:
                 raise ValueError("it does not say that it is one")
-            if found["version"] != VERSION:
+            if type(found["version"]) is not int or found["version"] != VERSION:
                 raise FormatVersionError(f"{url} has version {found['version']!r}: upgrade mergefs")
-            self._block_elements = int(found["block_elements"])
+            self._block_elements = positive(found["block_elements"])
+            if self._block_elements > LARGEST_BLOCK_SIZE // 2:
+                raise ValueError(f"blocks of {self._block_elements} elements")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{url}/{CONFIG} is not an archive's: {error}") from error
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergefs.blocks.pack import CHECK_BYTES, NO_BASE
+from mergefs.blocks import codecs
+from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, largest_block
 from mergefs.catalog.tables import Location
 from mergefs.errors import CorruptionError, NotARepositoryError, UserError
 from mergefs.hashing import digest
@@ -135,15 +136,22 @@ def copy(
 
 
 def _model(source: Side, identity: str) -> Model:
-    manifest = source.manifest(identity)
+    manifest = _manifest(source, identity)
     if manifest.lineage.plan is None:
         return Model(manifest, (), None)
     encoded = source.plan(manifest.lineage.plan)
     others: tuple[Manifest, ...] = ()
     if manifest.is_lazy:
         plan = plans.decode(encoded)
-        others = tuple(source.manifest(other) for other in dict.fromkeys((plan.base, *plan.experts)))
+        others = tuple(_manifest(source, other) for other in dict.fromkeys((plan.base, *plan.experts)))
     return Model(manifest, others, (manifest.lineage.plan, encoded))
+
+
+def _manifest(source: Side, identity: str) -> Manifest:
+    found = source.manifest(identity)
+    if found.block_elements != source.block_elements:
+        raise CorruptionError(f"manifest {identity} is cut into blocks of another size than the others it lies with")
+    return found
 
 
 def _missing(source: Side, has: Callable[[bytes], bool], model: Model) -> tuple[list[tuple[Location, ...]], int]:
@@ -175,6 +183,16 @@ def _tiers(source: Side, block: bytes) -> tuple[Location, ...]:
     tiers = source.tiers(block)
     if not tiers:
         raise CorruptionError(f"block {block.hex()} is missing where the model comes from")
+    for location in tiers:
+        record, first = location.record, tiers[0].record
+        kind = (record.base, record.dtype, record.raw_length, record.tiers)
+        # What is stored from here on is read without asking how large it may be.
+        if (
+            kind != (first.base, first.dtype, first.raw_length, len(tiers))
+            or not codecs.is_sound(record)
+            or record.raw_length > largest_block(source.block_elements)
+        ):
+            raise CorruptionError(f"block {block.hex()} is described wrongly where the model comes from")
     return tiers
 
 
