@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,18 @@ from builders import EXPERTS
 from mergefs.repository import Repository
 
 SLICES = Path(__file__).parent / "data" / "minilm-slice"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each test process of several a folder of its own for compiled loops.
+
+    Two processes that compile one function for different dtypes at the same time may give both the same file name in
+    numba's index. The folder is kept between runs; what the tests start inherits it.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None:
+        assert "numba" not in sys.modules
+        os.environ["NUMBA_CACHE_DIR"] = str(config.rootpath / ".pytest_cache" / "d" / f"numba-{worker}")
 
 
 @pytest.fixture(scope="session")
