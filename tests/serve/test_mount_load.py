@@ -118,7 +118,7 @@ def read_in_every_way(models: Models, directory: Path, seconds: float) -> None:
 
 
 def test_all_kinds_of_readers_at_once(models: Models, tmp_path: Path) -> None:
-    read_in_every_way(models, tmp_path, 3)
+    read_in_every_way(models, tmp_path, 1)
 
 
 @pytest.mark.slow
