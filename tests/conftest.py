@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is not None:
         assert "numba" not in sys.modules
         os.environ["NUMBA_CACHE_DIR"] = str(config.rootpath / ".pytest_cache" / "d" / f"numba-{worker}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what mounts where nothing can be mounted."""
+    possible = os.access("/dev/fuse", os.R_OK | os.W_OK) and shutil.which("fusermount3")
+    if item.get_closest_marker("fuse") and not possible:
+        pytest.skip("needs /dev/fuse and fusermount3")
 
 
 @pytest.fixture(scope="session")
