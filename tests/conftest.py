@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import builders
+import hypothesis
 import pytest
 from builders import EXPERTS
 
@@ -18,11 +19,14 @@ SLICES = Path(__file__).parent / "data" / "minilm-slice"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each test process of several a folder of its own for compiled loops.
+    """Let examples take their time, and give each test process of several a folder of its own for compiled loops.
 
+    How long an example takes says how busy the machine is, and whether a loop is compiled yet, so it fails nothing.
     Two processes that compile one function for different dtypes at the same time may give both the same file name in
     numba's index. The folder is kept between runs; what the tests start inherits it.
     """
+    hypothesis.settings.register_profile("mergefs", deadline=None)
+    hypothesis.settings.load_profile("mergefs")
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None:
         assert "numba" not in sys.modules
