@@ -32,6 +32,7 @@ from mergefs.manifest import (
     TensorData,
 )
 from mergefs.manifest import decode as decode_manifest
+from mergefs.planner.older import as_now
 from mergefs.planner.plan import Numbers, Plan, TensorPlan
 from mergefs.planner.plan import decode as decode_plan
 from mergefs.repository import Repository
@@ -111,7 +112,10 @@ def _plan() -> Run:
     def run(data: bytes) -> None:
         found = decode_plan(data)
         again = Plan(**{field: getattr(found, field) for field in Plan.__dataclass_fields__})
-        assert again.encoded == data, "it was accepted and means something else"
+        if again.encoded != data:
+            value = canonical.decode(data)
+            assert as_now(value) is not value, "it was accepted and means something else"
+            assert decode_plan(again.encoded) == found
         for tensor in found.tensors:
             mine = found.numbers_of(tensor)
             assert len(mine.weights) == len(mine.densities) == len(found.experts) == len(tensor.depths)
@@ -174,6 +178,7 @@ def _pack_mutate(rng: random.Random, data: bytes, kept: Sequence[bytes]) -> byte
 
 
 def _config_seeds() -> list[bytes]:
+    # Of version 1: what is changed in one of version 2 is refused for its check.
     config = {
         "format": "mergefs-repository",
         "version": 1,
@@ -192,7 +197,7 @@ def _config() -> Run:
 
     def run(data: bytes) -> None:
         (folder / CONFIG).write_bytes(data)
-        found = read_config(folder)
+        found = read_config(folder, oldest=1)
         assert found["block_elements"] >= 1 and found["exact"]
 
     return run
