@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mergefs.errors import CorruptionError
 from mergefs.manifest import Manifest
-from mergefs.merge.parameters import INT8_MASK
+from mergefs.merge.parameters import INT8_MASK, OFF, ParameterSpec
 from mergefs.planner.plan import Plan
 
 
@@ -22,7 +22,7 @@ def check_fits(plan: Plan, base: Manifest, experts: Sequence[Manifest]) -> None:
 
     method = registry.method(plan.method)
     mine = {name for name, spec in method.parameters.items() if spec.per_model}
-    shared = method.parameters.keys() - mine - {INT8_MASK}
+    shared = method.parameters.keys() - mine - {name for name, spec in method.parameters.items() if _is_new(name, spec)}
     for numbers in plan.numbers:
         if any(not mine <= expert.keys() for expert in numbers.experts) or not shared <= numbers.shared.keys():
             raise CorruptionError(f"plan {plan.id} lacks a parameter of {method.name}")
@@ -35,3 +35,8 @@ def check_fits(plan: Plan, base: Manifest, experts: Sequence[Manifest]) -> None:
                 raise CorruptionError(f"plan {plan.id} does not fit its models at tensor '{planned.name}'")
         if first is not None and any(len(digits) != len(first.blocks) for digits in planned.depths):
             raise CorruptionError(f"plan {plan.id} has other blocks than its models at tensor '{planned.name}'")
+
+
+def _is_new(name: str, spec: ParameterSpec) -> bool:
+    """Tell whether earlier plans lack a parameter, which then has no effect: `lambda` is 1."""
+    return name in (INT8_MASK, "lambda") or (name == "rescale" and spec is OFF)

@@ -27,7 +27,7 @@ def delta_scale(numbers: Numbers) -> float:
     has it)."""
     total = sum(numbers.weights)
     divisor = total if numbers.shared["normalize"] and abs(total) >= 1e-8 else 1.0
-    return float(numbers.shared["lambda"]) / divisor
+    return float(numbers.shared.get("lambda", 1.0)) / divisor
 
 
 class SumMethod(Method):

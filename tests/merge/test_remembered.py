@@ -185,7 +185,8 @@ def test_materializing_and_refining_take_what_is_remembered(models: Repository) 
 
 
 _MERGE = """
-import itertools, pathlib, sys, time
+import itertools, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run where it is ignored
 from mergefs.cli import main
 from mergefs.merge import run
 derive, calls = run.derive, itertools.count()
