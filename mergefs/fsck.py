@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from mergefs.blocks.pack import NO_BASE, Record, hash_file, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
+from mergefs.catalog.leases import Lease, NoLease
 from mergefs.catalog.tables import Location, locations, ref_entries
 from mergefs.edit.folders import identities
 from mergefs.edit.folders import read as read_session
@@ -20,6 +21,9 @@ from mergefs.planner.plan import Plan
 from mergefs.store import REF_COPIES, Store, decode_ref_copy, ref_copy_name
 
 Progress = Callable[[int, int], None]
+
+
+_LOOKS = 3
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,13 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
         read_data: also read and decode every block and compare it with its id, and hash every pack.
         progress: told the blocks checked and the blocks in all (with `read_data`).
     """
+    # From here on gc may move blocks to other packs, and take those that no manifest needs; nothing else. What comes
+    # after the lease is left for the next time.
+    with store.reading("fsck", None) as lease:
+        return _check(store, lease, read_data=read_data, progress=progress)
+
+
+def _check(store: Store, lease: Lease | NoLease, *, read_data: bool, progress: Progress | None) -> FsckReport:
     with store.catalog.read() as txn:
         refs = {name: entry["manifest"] for name, entry in ref_entries(txn)}
         manifests = [key.hex() for key, _ in txn.items("manifests")]
@@ -90,13 +101,11 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
     checker.check_copies()
     for identity in identities(store):
         checker.check_session(identity, manifests)
-    # From here on gc may move blocks to other packs, and take those that no manifest needs; nothing else.
-    with store.reading("fsck", manifests):
-        checker.check_manifests(manifests)
-        for pack in packs:
-            checker.check_pack(pack)
-        if read_data:
-            checker.check_data(progress)
+    checker.check_manifests([m for m in manifests if isinstance(lease, NoLease) or m in lease.manifests])
+    for pack in packs:
+        checker.check_pack(pack)
+    if read_data:
+        checker.check_data(progress)
     known = {pack_name(pack) for pack in packs}
     garbage = sum(name not in known for name, _ in store.backend.list("packs"))
     return FsckReport(tuple(checker.problems), len(found), len(packs), len(manifests), garbage, read_data)
@@ -144,16 +153,24 @@ class _Checker:
         if not (self._store.path / REF_COPIES).is_dir():
             return  # made before there were copies, and open for reading only
         for name, identity in self._refs.items():
-            try:
-                entry = decode_ref_copy(self._store.backend.get(ref_copy_name(name)))
-                differs = identity not in (entry["manifest"], entry["previous"])
-                message = "the catalog and the ref's copy disagree about it" if differs else None
-            except FileNotFoundError:
-                message = "its copy is missing"
-            except CorruptionError as error:
-                message = str(error)
-            if message is not None and self._store.catalog.ref(name) == identity:
-                self.report("ref", name, message, (name,))
+            # A ref that is moved meanwhile may be back by the time it is looked at again; not every time.
+            for _ in range(_LOOKS):
+                message = self._check_copy(name, identity)
+                if message is None or self._store.catalog.ref(name) != identity:
+                    break
+            else:
+                self.report("ref", name, str(message), (name,))
+
+    def _check_copy(self, name: str, identity: str) -> str | None:
+        """Return what is wrong with the copy of a ref, or None."""
+        try:
+            entry = decode_ref_copy(self._store.backend.get(ref_copy_name(name)))
+        except FileNotFoundError:
+            return "its copy is missing"
+        except CorruptionError as error:
+            return str(error)
+        differs = identity not in (entry["manifest"], entry["previous"])
+        return "the catalog and the ref's copy disagree about it" if differs else None
 
     def check_manifests(self, identities: list[str]) -> None:
         """Check that manifests are whole and that everything they need is in the catalog."""
