@@ -64,7 +64,7 @@ class CatalogMissingError(MergefsError):
 
 
 class FormatVersionError(UserError):
-    """The repository was written by a newer mergefs."""
+    """The repository was written by a newer mergefs, or by an older one and is to be migrated."""
 
 
 class MountError(UserError):
@@ -73,6 +73,10 @@ class MountError(UserError):
 
 class CorruptionError(MergefsError):
     """Stored data is missing or is not what its name says."""
+
+
+class CatalogDamagedError(CorruptionError):
+    """The catalog, or an entry of it, is not what was written."""
 
 
 class BlocksCollectedError(MergefsError):

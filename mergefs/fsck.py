@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mergefs.blocks.pack import NO_BASE, Record, hash_file, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
+from mergefs.catalog.environment import MENDING, Transaction
 from mergefs.catalog.leases import Lease, NoLease
-from mergefs.catalog.tables import Location, locations, ref_entries
-from mergefs.edit.folders import identities
+from mergefs.catalog.pages import PagesError, check_pages
+from mergefs.catalog.tables import TABLES, Location, locations, ref_entries
+from mergefs.configuration import configuration_damage
+from mergefs.edit.folders import SESSIONS, damaged_files, identities
 from mergefs.edit.folders import read as read_session
 from mergefs.errors import CorruptionError, MergefsError, NotFoundError
-from mergefs.hashing import ID_BYTES
+from mergefs.hashing import ID_BYTES, is_hex_id
+from mergefs.locks import is_locked
 from mergefs.manifest import Manifest
 from mergefs.merge.lazy import load_plan
 from mergefs.merge.remembered import TABLE as DERIVATIONS
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.plan import Plan
-from mergefs.store import REF_COPIES, Store, decode_ref_copy, ref_copy_name
+from mergefs.store import CONFIG, REF_COPIES, Store, decode_ref_copy, ref_copy_name
 
 Progress = Callable[[int, int], None]
 
+_BY_MANIFEST = ("manifests", "statistics", "thresholds", "products", "checksums")
+"""Tables whose keys begin with the id of the manifest that they are about."""
 
 _LOOKS = 3
+"""How often the copy of a ref is compared with the catalog before it is reported."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,9 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        kind: `ref`, `manifest`, `plan`, `block`, `pack`, `derivation` or `session`.
-        name: the ref, or the id.
+        kind: `ref`, `manifest`, `plan`, `block`, `pack`, `derivation`, `session`, `configuration`, `entry` (of the
+            catalog) or `catalog`.
+        name: the ref, or the id; of an entry its table and its key.
         message: what is wrong.
         affects: the refs whose models need it.
     """
@@ -83,6 +92,12 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
 
 def _check(store: Store, lease: Lease | NoLease, *, read_data: bool, progress: Progress | None) -> FsckReport:
     with store.catalog.read() as txn:
+        # First, as LMDB may end the process over a bad page; inside, so that no page is used again meanwhile.
+        damage = catalog_damage(store.path)
+        if damage is not None:
+            return FsckReport((damage,), 0, 0, 0, 0, read_data)
+        entries = _damaged_entries(txn)
+        txn.skips_damaged = True
         refs = {name: entry["manifest"] for name, entry in ref_entries(txn)}
         manifests = [key.hex() for key, _ in txn.items("manifests")]
         packs = [key for key, _ in txn.items("packs")]
@@ -91,6 +106,8 @@ def _check(store: Store, lease: Lease | NoLease, *, read_data: bool, progress: P
             found.setdefault(location.record.block, []).append(location)
         derivations = [(key, block) for key, block in txn.items(DERIVATIONS)]
     checker = _Checker(store, refs, found)
+    for table, key in entries:
+        checker.report_entry(table, key)
     for key, block in derivations:
         if len(key) != ID_BYTES or block not in found:
             message = "a block is remembered that is not stored" if len(block) == ID_BYTES else "its entry is damaged"
@@ -98,17 +115,41 @@ def _check(store: Store, lease: Lease | NoLease, *, read_data: bool, progress: P
     for name, identity in refs.items():
         if identity not in manifests:
             checker.report("ref", name, f"it names manifest {identity}, which is not in the catalog", (name,))
+    checker.check_configuration()
     checker.check_copies()
     for identity in identities(store):
-        checker.check_session(identity, manifests)
+        checker.check_session(identity, manifests, read_data=read_data)
     checker.check_manifests([m for m in manifests if isinstance(lease, NoLease) or m in lease.manifests])
     for pack in packs:
         checker.check_pack(pack)
+    checker.check_located(packs)
     if read_data:
+        checker.check_plans()
         checker.check_data(progress)
     known = {pack_name(pack) for pack in packs}
     garbage = sum(name not in known for name, _ in store.backend.list("packs"))
     return FsckReport(tuple(checker.problems), len(found), len(packs), len(manifests), garbage, read_data)
+
+
+def catalog_damage(path: Path) -> Problem | None:
+    """Return what is wrong with the pages of a repository's catalog, which is looked at without LMDB.
+
+    Args:
+        path: of the repository, which need not be open.
+    """
+    try:
+        check_pages(path / "catalog" / "data.mdb")
+        return None
+    except PagesError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"it cannot be read: {error.strerror}"
+    known = tuple(sorted(file.name.removesuffix(".json") for file in (path / REF_COPIES).glob("*.json")))
+    return Problem("catalog", "data.mdb", f"{message}; {MENDING}", known)
+
+
+def _damaged_entries(txn: Transaction) -> list[tuple[str, bytes]]:
+    return [(table, key) for table in TABLES for key in txn.damaged(table)]
 
 
 class _Checker:
@@ -136,7 +177,16 @@ class _Checker:
                 return
         self.problems.append(Problem(kind, name, message, affects))
 
-    def check_session(self, identity: str, manifests: Collection[str]) -> None:
+    def report_entry(self, table: str, key: bytes) -> None:
+        """Note that an entry of the catalog is not what was written."""
+        if table == "refs":
+            name = key.decode(errors="replace")
+            self.report("ref", name, "the catalog's entry is damaged", (name,))
+            return
+        affects = self._refs_of.get(key[:ID_BYTES].hex(), []) if table in _BY_MANIFEST else []
+        self.report("entry", f"{table} {key.hex()}", "it is not what was written", tuple(sorted(affects)))
+
+    def check_session(self, identity: str, manifests: Collection[str], *, read_data: bool) -> None:
         """Check that a session can be resumed."""
         try:
             session = read_session(self._store, identity)
@@ -145,13 +195,23 @@ class _Checker:
         except MergefsError as error:
             self.report("session", identity, str(error))
             return
-        if session.manifest not in manifests:
+        if session.in_use:
+            return  # its process changes it
+        damage = damaged_files(self._store.path / SESSIONS / identity, read_data=read_data)
+        if damage:
+            if not is_locked(self._store.path / SESSIONS / identity / "lock"):
+                self.report("session", identity, ", ".join(damage))
+        elif session.manifest not in manifests:
             self.report("session", identity, f"it changes manifest {session.manifest}, which is not in the catalog")
+
+    def check_configuration(self) -> None:
+        """Check the repository's configuration and its copy."""
+        damage = configuration_damage(self._store.path)
+        if damage is not None:
+            self.report("configuration", CONFIG, damage)
 
     def check_copies(self) -> None:
         """Check that the copy of each ref says the same, or what a command that was interrupted was about to do."""
-        if not (self._store.path / REF_COPIES).is_dir():
-            return  # made before there were copies, and open for reading only
         for name, identity in self._refs.items():
             # A ref that is moved meanwhile may be back by the time it is looked at again; not every time.
             for _ in range(_LOOKS):
@@ -242,6 +302,21 @@ class _Checker:
         for record in mine:
             if record not in records:
                 self._bad_block(record.block, f"the catalog and pack {pack.hex()[:12]} disagree about it", affects)
+
+    def check_located(self, packs: Collection[bytes]) -> None:
+        """Check that the packs in which blocks lie are those that the catalog knows."""
+        for pack in self._in_pack.keys() - set(packs):
+            affects = tuple(sorted(set().union(*(self._users.get(r.block, set()) for r in self._in_pack[pack]))))
+            self.report(
+                "entry", f"packs {pack.hex()}", "the catalog has blocks in a pack that it does not know", affects
+            )
+
+    def check_plans(self) -> None:
+        """Check the plans that no model names."""
+        for name, _ in self._store.backend.list("plans"):
+            identity = Path(name).stem
+            if is_hex_id(identity):
+                self._plan(identity, ())
 
     def check_data(self, progress: Progress | None) -> None:
         """Read every block."""

@@ -13,12 +13,15 @@ from typing import Any
 
 from mergefs import canonical
 from mergefs.blocks.geometry import Grid, grid
+from mergefs.checkpoint.strict import LARGEST, flaw
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import CorruptionError, FormatVersionError
-from mergefs.hashing import hex_digest, is_hex, is_hex_id
+from mergefs.hashing import hex_digest, is_hex
+from mergefs.parts import cut, hex_id, items, natural, only, positive, real, text
 
 FORMAT = "mergefs-manifest"
 VERSION = 1
+MOST_BLOCK_ELEMENTS = 1 << 27
 _ADDED = frozenset(("low_rank", "difference"))
 
 
@@ -210,6 +213,20 @@ class Manifest:
         """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def block_sizes(self) -> Iterator[tuple[bytes, int]]:
+        """Yield the id of every stored block and blob, and how many bytes it has to have; see `block_ids`."""
+        for file in self.files:
+            for segment in file.segments:
+                if isinstance(segment, Blob):
+                    yield bytes.fromhex(segment.block), segment.size
+        for tensor in self.tensors:
+            for part in (tensor, *(tensor.added.tensors if tensor.added else ())):
+                cut = part.grid(self.block_elements)
+                for number, block in enumerate(part.blocks):
+                    if block is not None:
+                        first, stop = cut.extent(number)
+                        yield bytes.fromhex(block), (stop - first) * part.dtype.itemsize
+
     def block_ids(self) -> Iterator[bytes]:
         """Yield the id (32 bytes) of every stored block and blob, in the order of the files, with repeats."""
         for file in self.files:
@@ -234,7 +251,7 @@ def decode(data: bytes) -> Manifest:
     try:
         manifest = _from_json(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptionError(f"a manifest is malformed: {error!r}") from error
+        raise CorruptionError(f"a manifest is malformed: {cut(repr(error))}") from error
     vars(manifest)["encoded"] = bytes(data)  # it was canonical
     return manifest
 
@@ -317,31 +334,38 @@ def _from_json(value: dict[str, Any]) -> Manifest:
         raise FormatVersionError(
             f"the manifest has version {value.get('version')!r}; this mergefs reads version {VERSION}: upgrade it"
         )
-    _only(value, {"format", "version", "block_elements", "files", "tensors", "lineage"})
+    only(value, {"format", "version", "block_elements", "files", "tensors", "lineage"})
     manifest = Manifest(
-        _positive(value["block_elements"]),
-        tuple(_file(item) for item in _list(value["files"])),
-        tuple(_tensor(item) for item in _list(value["tensors"])),
+        positive(value["block_elements"]),
+        tuple(decode_file(item) for item in items(value["files"])),
+        tuple(_tensor(item) for item in items(value["tensors"])),
         _lineage(value["lineage"]),
     )
     _check(manifest)
     return manifest
 
 
-def _file(value: dict[str, Any]) -> FileRecipe:
-    _only(value, {"path", "size", "sha256", "segments"})
+def decode_file(value: dict[str, Any]) -> FileRecipe:
+    """Read a file of a manifest or plan.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: when it is none.
+    """
+    only(value, {"path", "size", "sha256", "segments"})
     if not safe_path(value["path"]):
         raise ValueError(f"unsafe path {value['path']!r}")
     segments: list[Blob | TensorData] = []
-    for item in _list(value["segments"]):
+    for item in items(value["segments"]):
         if "blob" in item:
-            _only(item, {"blob", "size"})
-            segments.append(Blob(_id(item["blob"]), _positive(item["size"])))
+            only(item, {"blob", "size"})
+            segments.append(Blob(hex_id(item["blob"]), positive(item["size"])))
         else:
-            _only(item, {"tensor"})
-            segments.append(TensorData(_text(item["tensor"])))
+            only(item, {"tensor"})
+            segments.append(TensorData(text(item["tensor"])))
     sha256 = value["sha256"]
-    return FileRecipe(value["path"], _natural(value["size"]), None if sha256 is None else _id(sha256), tuple(segments))
+    return FileRecipe(
+        value["path"], natural(value["size"]), None if sha256 is None else hex_id(sha256), tuple(segments)
+    )
 
 
 def _tensor(value: dict[str, Any]) -> Tensor:
@@ -351,12 +375,15 @@ def _tensor(value: dict[str, Any]) -> Tensor:
 
 
 def _plain_tensor(value: dict[str, Any]) -> Tensor:
-    _only(value, {"name", "dtype", "shape", "blocks"})
+    only(value, {"name", "dtype", "shape", "blocks"})
+    name = text(value["name"])
+    if flaw(name):
+        raise ValueError(f"the tensor name {name!r} {flaw(name)}")
     return Tensor(
-        _text(value["name"]),
+        name,
         DTYPES[value["dtype"]],
-        tuple(_natural(n) for n in _list(value["shape"])),
-        _ids(_list(value["blocks"])),
+        tuple(natural(n) for n in items(value["shape"])),
+        _ids(items(value["blocks"])),
     )
 
 
@@ -365,14 +392,14 @@ def _added(value: dict[str, Any]) -> LowRank | Difference:
     if kind == "difference":
         return Difference(_plain_tensor(value[kind]))
     part = value[kind]
-    _only(part, {"down", "up", "scale", "magnitude", "transposed"})
+    only(part, {"down", "up", "scale", "magnitude", "transposed"})
     scale, magnitude, transposed = part["scale"], part["magnitude"], part["transposed"]
-    if repr(float(scale)) != scale or type(transposed) is not bool:
-        raise ValueError(f"{scale!r} is no number in its shortest form, or {transposed!r} no flag")
+    if type(transposed) is not bool:
+        raise ValueError(f"{transposed!r} is no flag")
     return LowRank(
         _plain_tensor(part["down"]),
         _plain_tensor(part["up"]),
-        float(scale),
+        real(scale),
         None if magnitude is None else _plain_tensor(magnitude),
         transposed,
     )
@@ -382,37 +409,37 @@ def _ids(values: list[Any]) -> tuple[str | None, ...]:
     """Check many ids, or None, at once."""
     given = [value for value in values if value is not None]
     if not set(map(type, given)) <= {str} or not set(map(len, given)) <= {64} or not is_hex("".join(given)):
-        given = [_id(value) for value in given]  # says which one is none
+        given = [hex_id(value) for value in given]  # says which one is none
     return tuple(values)
 
 
 def _lineage(value: dict[str, Any]) -> Lineage:
     if value["kind"] == "checkpoint":
-        _only(value, {"kind"})
+        only(value, {"kind"})
         return Lineage("checkpoint")
     if value["kind"] == "fitted":
-        _only(value, {"kind", "sources"})
-        return Lineage("fitted", sources=tuple(_id(source) for source in _list(value["sources"])))
+        only(value, {"kind", "sources"})
+        return Lineage("fitted", sources=tuple(hex_id(source) for source in items(value["sources"])))
     parent = None
     if value["kind"] == "edit":
-        parent = _id(value["parent"])
+        parent = hex_id(value["parent"])
         if "plan" not in value:
-            _only(value, {"kind", "parent"})
+            only(value, {"kind", "parent"})
             return Lineage("edit", parent=parent)
     elif value["kind"] != "merge":
         raise ValueError(f"unknown kind {value['kind']!r}")
-    _only(value, {"kind", "plan", "base", "experts", *({"models", "parent"} & set(value))})
+    only(value, {"kind", "plan", "base", "experts", *({"models", "parent"} & set(value))})
     if (parent is None) != ("parent" not in value):
         raise ValueError("a merge has no parent")
     base = value["base"]
-    models = tuple(_id(model) for model in _list(value.get("models", [])))
+    models = tuple(hex_id(model) for model in items(value.get("models", [])))
     if "models" in value and not models:
         raise ValueError("an empty list of models")
     return Lineage(
         value["kind"],
-        _id(value["plan"]),
-        None if base is None else _id(base),
-        tuple(_id(expert) for expert in _list(value["experts"])),
+        hex_id(value["plan"]),
+        None if base is None else hex_id(base),
+        tuple(hex_id(expert) for expert in items(value["experts"])),
         models,
         parent=parent,
     )
@@ -420,13 +447,22 @@ def _lineage(value: dict[str, Any]) -> Lineage:
 
 def _check(manifest: Manifest) -> None:
     tensors = manifest.tensor_by_name
+    if manifest.block_elements > MOST_BLOCK_ELEMENTS:
+        raise ValueError(f"blocks of {manifest.block_elements} elements")
     if len(tensors) != len(manifest.tensors):
         raise ValueError("a tensor is named twice")
     if [file.path for file in manifest.files] != sorted(set(manifest.file_by_path)):
         raise ValueError("files are not in the order of their paths, or a path is there twice")
+    for path in manifest.file_by_path:
+        above = path.rpartition("/")[0]
+        while above:
+            if above in manifest.file_by_path:
+                raise ValueError(f"{above!r} is a file and a folder")
+            above = above.rpartition("/")[0]
     for tensor in manifest.tensors:
         for part in (tensor, *(tensor.added.tensors if tensor.added else ())):
-            if len(part.blocks) != len(part.grid(manifest.block_elements)):
+            # Beyond what an offset can hold there is no length either.
+            if part.nbytes > LARGEST or len(part.blocks) != len(part.grid(manifest.block_elements)):
                 raise ValueError(f"tensor {part.name!r} has {len(part.blocks)} blocks")
         if tensor.added is not None:
             if manifest.files or manifest.lineage.kind != "fitted":
@@ -465,38 +501,3 @@ def _check_added(tensor: Tensor, added: LowRank | Difference) -> None:
         fits = fits and (added.magnitude is None or added.magnitude.elements == up[0])
     if not fits:
         raise ValueError(f"what is added to tensor {tensor.name!r} has another shape")
-
-
-def _only(value: dict[str, Any], keys: set[str]) -> None:
-    if set(value) != keys:
-        raise ValueError(f"keys {sorted(value)} instead of {sorted(keys)}")
-
-
-def _id(value: Any) -> str:
-    if not isinstance(value, str) or not is_hex_id(value):
-        raise ValueError(f"{value!r} is not an id")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r} is not a list")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not text")
-    return value
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a natural number")
-    return value
-
-
-def _positive(value: Any) -> int:
-    if _natural(value) == 0:
-        raise ValueError("0 is not a positive number")
-    return int(value)

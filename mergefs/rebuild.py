@@ -15,7 +15,7 @@ from typing import Any
 from mergefs.backend import LocalBackend, flush_folder
 from mergefs.blocks import codecs
 from mergefs.blocks.encoding import TIERED
-from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name, read_records
+from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, largest_block, pack_name, read_records
 from mergefs.blocks.tiers import decode_delta
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import living
@@ -65,12 +65,13 @@ def rebuild(path: str | Path, *, sync: bool = True) -> RebuildReport:
         UserError: when a process is using the repository.
     """
     folder = Path(path).absolute()
-    read_config(folder)
+    # What is rebuilt may still be migrated.
+    largest = largest_block(read_config(folder, oldest=1)["block_elements"])
     catalog = folder / "catalog"
     if living(catalog):
         raise UserError(f"{folder} is in use: end what uses it (mounts too) before its catalog is rebuilt")
     shutil.rmtree(folder / _NEW, ignore_errors=True)
-    builder = _Builder(folder, sync=sync)
+    builder = _Builder(folder, largest, sync=sync)
     report = builder.build()
     if sync:
         flush_folder(folder / _NEW)
@@ -134,8 +135,9 @@ def _decodes(backend: LocalBackend, tiers: tuple[Location, ...], base: Buffer | 
 
 
 class _Builder:
-    def __init__(self, folder: Path, *, sync: bool) -> None:
+    def __init__(self, folder: Path, largest: int, *, sync: bool) -> None:
         self._folder = folder
+        self._largest = largest
         self._sync = sync
         self._backend = LocalBackend(folder, sync=sync)
         self._lost: list[str] = []
@@ -171,13 +173,17 @@ class _Builder:
                 changed = (self._folder / manifest_name(identity)).stat().st_mtime
                 entry = {"time": changed, "raw_bytes": manifest.raw_bytes, **about.get(identity, {})}
                 txn.put("manifests", bytes.fromhex(identity), json.dumps(entry).encode())
-                missing = sum(get_location(txn, block) is None for block in set(manifest.block_ids()))
+                found = [(get_location(txn, block), size) for block, size in set(manifest.block_sizes())]
+                missing = sum(location is None for location, _ in found)
                 if missing:
                     self._lost.append(f"manifest {identity}: {missing} of its blocks are in no pack")
+                others = sum(location is not None and location.record.raw_length != size for location, size in found)
+                if others:
+                    self._lost.append(f"manifest {identity}: {others} of its blocks have another length")
             for name, entry in refs.items():
                 txn.put("refs", name.encode(), json.dumps(entry).encode())
 
-        catalog = Catalog.create(self._folder / _NEW)
+        catalog = Catalog.create(self._folder / _NEW, sync=self._sync)
         try:
             catalog.write(fill)
         finally:
@@ -192,9 +198,14 @@ class _Builder:
             if not is_hex_id(identity):
                 continue
             try:
-                yield bytes.fromhex(identity), read_records(self._folder / name)
-            except (MergefsError, OSError) as error:
+                records = read_records(self._folder / name)
+                if any(not codecs.is_sound(r) or r.raw_length > self._largest for r in records):
+                    raise CorruptionError("a record is of a block that there cannot be")
+                yield bytes.fromhex(identity), records
+            except MergefsError as error:
                 self._lost.append(f"pack {identity}: {error}")
+            except OSError as error:
+                raise _unreadable(name, error) from error
 
     def _chosen(self, packs: dict[bytes, list[Record]]) -> dict[bytes, tuple[Location, ...]]:
         """Return the places of each block's tiers; of those that are there once, the bytes are not looked at."""
@@ -242,8 +253,10 @@ class _Builder:
                 if hex_digest(data) != identity:
                     raise CorruptionError("its bytes have another hash")
                 yield identity, decode(data)
-            except (MergefsError, OSError) as error:
+            except MergefsError as error:
                 self._lost.append(f"manifest {identity}: {error}")
+            except OSError as error:
+                raise _unreadable(name, error) from error
 
     def _copies(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path in sorted((self._folder / REF_COPIES).glob("*.json")):
@@ -251,5 +264,14 @@ class _Builder:
             try:
                 check_ref_name(name)
                 yield name, decode_ref_copy(path.read_bytes())
-            except (OSError, CorruptionError, RefNameError) as error:
+            except (CorruptionError, RefNameError) as error:
                 self._lost.append(f"ref '{name}': {error}")
+            except OSError as error:
+                raise _unreadable(f"{REF_COPIES}/{path.name}", error) from error
+
+
+def _unreadable(name: str, error: OSError) -> MergefsError:
+    """Return an error about a file that is there: without it, a catalog would forget what may be sound."""
+    return MergefsError(
+        f"{name} cannot be read ({error.strerror}): run this again, or move the file away to go on without it"
+    )

@@ -76,11 +76,7 @@ def repack(
         if exact is not None:
             store.use_exact(exact)
         coding = store.exact
-<<<<<<< HEAD
-        blocks = _blocks(store, coding)
-=======
-        blocks = _tiered_blocks(store, lease.manifests)
->>>>>>> 525c6be (Commands hold together when many processes use one repository: names are looked up and leased as one, transfers keep blocks one deep, a repack and fsck beside gc; tools.stress finds such things)
+        blocks = _blocks(store, coding, lease.manifests)
         threads = threads or available_cores()
         recoded = ordered(_Recoder(store, coding), blocks, threads=threads, window=2 * threads + 2)
         with _Replacement(store, lease.id) as replacement:
@@ -90,12 +86,12 @@ def repack(
                 if progress:
                     progress(count, len(blocks))
             replacement.commit()
-        _refresh_statistics(store)
+        refresh_statistics(store)
     seconds = time.monotonic() - began
     return RepackReport(coding, replacement.blocks, before, _pack_bytes(store), seconds)
 
 
-def _refresh_statistics(store: Store) -> None:
+def refresh_statistics(store: Store) -> None:
     """Let the statistics have the bytes that tiers take now; plans that are made until then go by the old ones."""
     with store.catalog.read() as txn:
         pairs = sorted({key[:64] for key, _ in txn.items("statistics")})
@@ -110,18 +106,14 @@ def _pack_bytes(store: Store) -> int:
     return sum(size for _, size in store.backend.list("packs"))
 
 
-<<<<<<< HEAD
-def _blocks(store: Store, exact: Exact) -> list[bytes]:
-    """Return every block that may have to be encoded anew: those of old models first, in the manifests' order."""
-=======
-def _tiered_blocks(store: Store, manifests: Collection[str]) -> list[bytes]:
-    """Return every block that has tiers: models in the order of their ages, their blocks in the manifests' order.
+def _blocks(store: Store, exact: Exact, manifests: Collection[str]) -> list[bytes]:
+    """Return every block that may have to be encoded anew: those of old models first, in the manifests' order.
 
     Args:
         store: the repository.
+        exact: the coding that is wanted.
         manifests: the models, under a lease of the caller's.
     """
->>>>>>> 525c6be (Commands hold together when many processes use one repository: names are looked up and leased as one, transfers keep blocks one deep, a repack and fsck beside gc; tools.stress finds such things)
     with store.catalog.read() as txn:
         places = {
             location.record.block: (location.pack, location.record.offset)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from mergefs import fsck
 from mergefs.backend import flush_folder
-from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name, read_records
+from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, hash_file, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.environment import Transaction
-from mergefs.catalog.tables import Location, locations, put_location, put_manifest, put_ref, ref_entries
+from mergefs.catalog.tables import TABLES, Location, locations, put_location, put_manifest, put_ref, ref_entries
+from mergefs.configuration import mend_configuration
 from mergefs.errors import CorruptionError, MergefsError
 from mergefs.fsck import FsckReport, Problem, Progress
 from mergefs.hashing import Buffer, digest, is_hex_id
@@ -62,7 +63,13 @@ def repair(store: Store, *, progress: Progress | None = None) -> RepairReport:
         progress: see `fsck.check`.
     """
     found = fsck.check(store, read_data=True, progress=progress)
-    mending = _Mending(store, found)
+    if any(problem.kind == "catalog" for problem in found.errors):
+        return RepairReport(found.errors, found.errors, 0, 0, 0, ())
+    _check_readable(store, found)
+    mend_configuration(store.path, sync=store.sync)
+    dropped = store.catalog.write(lambda txn: _drop_damaged(store, txn))
+    # What such entries were about is known to be missing now.
+    mending = _Mending(store, fsck.check(store, read_data=True) if dropped else found)
     mending.run()
     left = fsck.check(store)
     return RepairReport(
@@ -73,6 +80,41 @@ def repair(store: Store, *, progress: Progress | None = None) -> RepairReport:
         mending.moved,
         tuple(mending.files),
     )
+
+
+def _check_readable(store: Store, found: FsckReport) -> None:
+    """Check that what seems damaged is not only hard to read: it would be put aside, and its blocks forgotten.
+
+    Raises:
+        MergefsError: when the disk refuses to read a pack that is there, or did so before.
+    """
+    for name in (problem.name for problem in found.errors if problem.kind == "pack" and is_hex_id(problem.name)):
+        path = store.path / pack_name(bytes.fromhex(name))
+        try:
+            read_records(path)
+            sound = hash_file(path) == name
+        except (FileNotFoundError, CorruptionError):
+            continue
+        except OSError as error:
+            raise MergefsError(
+                f"{path} cannot be read ({error.strerror}): run this again, or move the file away to go on without it"
+            ) from error
+        if sound:
+            raise MergefsError(f"{path} could be read only the second time, and is sound: run this again")
+
+
+def _drop_damaged(store: Store, txn: Transaction) -> int:
+    """Have the catalog forget entries that are damaged, and know all packs in which it has blocks; return how many
+    entries that were."""
+    damaged = [(table, key) for table in TABLES for key in txn.damaged(table)]
+    for table, key in damaged:
+        txn.delete(table, key)
+    known = {key for key, _ in txn.items("packs")}
+    unknown = {location.pack for location in locations(txn)} - known
+    for pack in unknown:
+        with suppress(OSError):
+            txn.put("packs", pack, b'{"size": %d}' % store.backend.size(pack_name(pack)))
+    return len(damaged) + len(unknown)
 
 
 class _Mending:

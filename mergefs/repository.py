@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mergefs.repair import RepairReport
     from mergefs.serve.export import ExportReport
     from mergefs.serve.mount import MountInfo
+    from mergefs.serve.verify import VerifyReport
     from mergefs.serve.view import View
     from mergefs.serve.zarr_store import BlockStore, ModelStore
     from mergefs.transfer.copy import TransferReport
@@ -150,7 +151,7 @@ class Repository(Store):
         """Mount one model, or everything; see `mergefs.serve.mount.mount`."""
         from mergefs.serve.mount import mount
 
-        return mount(self.path, name, Path(directory), **options)
+        return mount(self.path, name, Path(directory), **{"sync": self.sync, **options})
 
     def edit(self, name: str | None = None, *, resume: str | None = None) -> Session:
         """Open a model for writing, or with `resume` go on with a session; see `mergefs.edit.session.Session`."""
@@ -172,6 +173,13 @@ class Repository(Store):
 
         with self.view(name) as view:
             return export(view, directory, **options)
+
+    def verify_export(self, name: str, directory: str | Path, **options: Any) -> VerifyReport:
+        """Compare a directory with a model; see `mergefs.serve.verify.verify_export`."""
+        from mergefs.serve.verify import verify_export
+
+        with self.view(name) as view:
+            return verify_export(view, directory, **options)
 
     def gc(self, *, dry_run: bool = False, **options: Any) -> GcReport:
         """Free what nothing needs; see `mergefs.gc.collect`."""

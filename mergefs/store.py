@@ -15,6 +15,7 @@ from typing import Any, Self
 from mergefs import manifest as manifests
 from mergefs.again import ATTEMPTS, again_if_collected
 from mergefs.backend import LocalBackend, flush_folder
+from mergefs.blocks.checking import chosen_checking
 from mergefs.blocks.exact import CODINGS, Exact, check_exact
 from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
@@ -22,6 +23,7 @@ from mergefs.catalog.leases import Lease, NoLease, leases
 from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref, ref_entries
 from mergefs.errors import (
     BlocksCollectedError,
+    CatalogDamagedError,
     CatalogMissingError,
     CorruptionError,
     DestinationError,
@@ -34,12 +36,15 @@ from mergefs.errors import (
     UserError,
 )
 from mergefs.hashing import hex_digest, is_hex_id, is_hex_prefix
+from mergefs.json_input import load_json
 from mergefs.manifest import Manifest
 
 CONFIG = "mergefs.json"
+CONFIG_COPY = "mergefs.copy.json"
 FORMAT = "mergefs-repository"
-VERSION = 1
+VERSION = 2
 DEFAULT_BLOCK_SIZE = 1 << 20
+LARGEST_BLOCK_SIZE = 2 * manifests.MOST_BLOCK_ELEMENTS
 DEFAULT_EXACT: Exact = "fast"
 REF_COPIES = "refs"
 _FOLDERS = ("packs", "manifests", "plans", REF_COPIES, "tmp")
@@ -55,11 +60,24 @@ class Store:
         path: the folder.
         readonly: open the catalog for reading only.
         sync: flush to the disk what must survive a power cut; False is for tests and throw-away repositories.
+        oldest: the lowest version that is opened; only a migration opens one of an earlier version.
+        check_blocks: how many of the blocks that merges take deltas of are compared with their ids: `always`, `sampled`
+            or `never`; by default what MERGEFS_CHECK_BLOCKS says, or else `sampled`. What is given out as bytes always
+            is.
     """
 
-    def __init__(self, path: str | Path, *, readonly: bool = False, sync: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        readonly: bool = False,
+        sync: bool = True,
+        check_blocks: str | None = None,
+        oldest: int = VERSION,
+    ) -> None:
         self.path = Path(path).absolute()
-        self.config = read_config(self.path)
+        self.check_blocks = chosen_checking(check_blocks)
+        self.config = read_config(self.path, oldest=oldest)
         self.block_elements: int = self.config["block_elements"]
         self.sync = sync
         self.readonly = readonly
@@ -73,11 +91,16 @@ class Store:
         self._load_manifest = lru_cache(maxsize=64)(self._read_manifest)
         if not readonly:
             self._sweep_temporary()
-            if not (self.path / REF_COPIES).is_dir():  # made before there were copies
-                self.catalog.write(self._copy_refs)
 
     @classmethod
-    def init(cls, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE, *, exact: str = DEFAULT_EXACT) -> Self:
+    def init(
+        cls,
+        path: str | Path,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        *,
+        exact: str = DEFAULT_EXACT,
+        sync: bool = True,
+    ) -> Self:
         """Make a new repository in a folder that is empty or does not exist yet, and open it.
 
         Args:
@@ -85,6 +108,7 @@ class Store:
             block_size: bytes of a block of 2-byte elements, a multiple of 4 KiB; blocks of other dtypes hold
                 as many elements.
             exact: the coding of experts' exact tiers, `fast`, `small` or `quick`.
+            sync: see `Store`.
 
         Raises:
             DestinationError: when the folder holds anything, or cannot be made.
@@ -93,7 +117,7 @@ class Store:
         if str(path) == "":
             raise UserError("the repository's folder is an empty text: name a folder")
         folder = Path(path).absolute()
-        if block_size % 4096 or not 4096 <= block_size <= 1 << 28:
+        if block_size % 4096 or not 4096 <= block_size <= LARGEST_BLOCK_SIZE:
             raise UserError(f"a block size of {block_size} bytes: it must be a multiple of 4 KiB up to 256 MiB")
         coding = check_exact(exact)
         try:
@@ -104,7 +128,7 @@ class Store:
                 (folder / name).mkdir(mode=0o700)
         except OSError as error:
             raise DestinationError(f"{folder} cannot be made into a repository: {error.strerror or error}") from error
-        Catalog.create(folder / "catalog").close()
+        Catalog.create(folder / "catalog", sync=sync).close()
         config = {
             "format": FORMAT,
             "version": VERSION,
@@ -114,21 +138,23 @@ class Store:
             "exact": coding,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        for made in (folder / "catalog", folder, folder.parent):
+        for made in (folder / "catalog", folder, folder.parent) if sync else ():
             flush_folder(made)
         # Written last: a folder without it is not a repository.
-        LocalBackend(folder).put(CONFIG, _encode_config(config))
-        return cls(folder)
+        write_config(folder, config, sync=sync)
+        return cls(folder, sync=sync)
 
     @classmethod
-    def open(cls, path: str | Path, *, readonly: bool = False, sync: bool = True) -> Self:
-        """Open a repository.
+    def open(
+        cls, path: str | Path, *, readonly: bool = False, sync: bool = True, check_blocks: str | None = None
+    ) -> Self:
+        """Open a repository; see `Store` for what can be said.
 
         Raises:
             NotARepositoryError: when the folder is not one.
-            FormatVersionError: when it was made by a newer mergefs.
+            FormatVersionError: when it was made by a newer mergefs, or is to be migrated.
         """
-        return cls(path, readonly=readonly, sync=sync)
+        return cls(path, readonly=readonly, sync=sync, check_blocks=check_blocks)
 
     def close(self) -> None:
         """Close the catalog; the object is not usable afterwards."""
@@ -159,7 +185,12 @@ class Store:
             UserError: when there is no such coding.
         """
         config = {**read_config(self.path), "exact": check_exact(exact)}
-        self.backend.replace(CONFIG, _encode_config(config))
+        write_config(self.path, config, sync=self.sync)
+
+    def set_version(self, version: int) -> None:
+        """Raise the repository's version, once everything in it is as that one has it."""
+        self.config = {**read_config(self.path, oldest=1), "version": version}
+        write_config(self.path, self.config, sync=self.sync)
 
     # -- manifests -----------------------------------------------------------------------------------------
 
@@ -373,7 +404,7 @@ class Store:
                 value = txn.get("refs", name.encode()) if _may_be_ref(name) else None
                 if value is None:
                     raise NotFoundError(f"there is no ref '{name}': 'mergefs ls' shows them")
-                gone[name] = str(json.loads(value)["manifest"])
+                gone[name] = str(load_json(value)["manifest"])
             for name in wanted:
                 txn.delete("refs", name.encode())
             return gone
@@ -397,7 +428,7 @@ class Store:
         if value is None:
             self.backend.delete(ref_copy_name(name))
             return
-        entry = json.loads(value)
+        entry = load_json(value)
         about = get_manifest(txn, entry["manifest"]) or {}
         self.backend.replace(ref_copy_name(name), encode_ref_copy({**entry, "about": about}))
 
@@ -439,11 +470,6 @@ class Store:
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    def _copy_refs(self, txn: Transaction) -> None:
-        (self.path / REF_COPIES).mkdir(mode=0o700, exist_ok=True)
-        for name, _ in list(ref_entries(txn)):
-            self.copy_ref(txn, name)
-
     def _put_all(self, objects: list[tuple[str, bytes]]) -> None:
         for name, data in objects:
             self.backend.put(name, data)
@@ -464,8 +490,11 @@ class Store:
         files = [file for file in (self.path / "tmp").iterdir() if file.is_file()]
         if not files:
             return
-        with self.catalog.read() as txn:
-            alive = {lease.id for lease in leases(txn) if lease.alive}
+        try:
+            with self.catalog.read() as txn:
+                alive = {lease.id for lease in leases(txn) if lease.alive}
+        except CatalogDamagedError:
+            return  # a repair opens it too
         for file in files:
             owner = file.name.partition("-")[0]
             # Small files are named by process, whose number may be another container's: those are only old or not.
@@ -479,12 +508,17 @@ def _check_whole(txn: Transaction, manifest: Manifest) -> None:
 
     Raises:
         BlocksCollectedError: when it is not: leases should have prevented that.
+        CorruptionError: when a block is of another length than the manifest says, as a stranger's may be.
     """
-    for block in set(manifest.block_ids()):
+    for block, size in set(manifest.block_sizes()):
         location = get_location(txn, block)
         base = location.record.base if location else NO_BASE
         if location is None or (base != NO_BASE and get_location(txn, base) is None):
             raise BlocksCollectedError(f"block {block.hex()} was collected before the model was published")
+        if location.record.raw_length != size:
+            raise CorruptionError(
+                f"block {block.hex()} has {location.record.raw_length} bytes, and manifest {manifest.id} says {size}"
+            )
     if manifest.is_lazy:
         for identity in (manifest.lineage.base, *manifest.lineage.experts):
             if identity is not None and get_manifest(txn, identity) is None:
@@ -493,7 +527,7 @@ def _check_whole(txn: Transaction, manifest: Manifest) -> None:
 
 def _check_unmoved(txn: Transaction, name: str, allowed: set[str]) -> None:
     value = txn.get("refs", name.encode())
-    now = "" if value is None else str(json.loads(value)["manifest"])
+    now = "" if value is None else str(load_json(value)["manifest"])
     if now not in allowed:
         what = f"names {now[:12]} now" if now else "was removed meanwhile"
         raise RefMovedError(f"'{name}' {what}: begin again, or give the result another name")
@@ -542,9 +576,20 @@ def decode_ref_copy(data: bytes) -> dict[str, Any]:
     line, _, rest = data.partition(b"\n")
     if rest != hex_digest(line).encode() + b"\n":
         raise CorruptionError("the copy of a ref is damaged: its bytes have another hash")
-    entry = json.loads(line)
-    assert isinstance(entry, dict)
-    return entry
+    try:
+        entry = load_json(line)
+        whole = (
+            isinstance(entry, dict)
+            and is_hex_id(entry["manifest"])
+            and (entry["previous"] is None or is_hex_id(entry["previous"]))
+            and isinstance(entry["time"], (int, float))
+            and isinstance(entry.get("about", {}), dict)
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptionError(f"the copy of a ref is malformed: {error!r}") from error
+    if not whole:
+        raise CorruptionError("the copy of a ref is malformed: a part of it is of another kind")
+    return dict(entry)
 
 
 def ref_copy_name(name: str) -> str:
@@ -591,37 +636,85 @@ def find_repository(start: Path) -> Path:
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, *, oldest: int = VERSION) -> dict[str, Any]:
     """Return a repository's configuration.
+
+    Args:
+        path: its folder.
+        oldest: the lowest version that will do.
 
     Raises:
         NotARepositoryError: when the folder is not a repository.
-        FormatVersionError: when it was made by a newer mergefs.
+        FormatVersionError: when it was made by a newer mergefs, or is of a version below the lowest one.
         MergefsError: when the configuration is damaged.
     """
     try:
-        config = json.loads((path / CONFIG).read_bytes())
+        return decode_config(path / CONFIG, oldest=oldest)
     except (FileNotFoundError, NotADirectoryError):
+        if all((path / name).is_dir() for name in ("packs", "manifests", "catalog")):
+            raise NotARepositoryError(
+                f"{path} has lost its {CONFIG}: 'mergefs -R {path} fsck --repair' makes it again"
+            ) from None
         raise NotARepositoryError(f"{path} is not a mergefs repository: 'mergefs init {path}' makes one") from None
     except PermissionError as error:
         raise NotARepositoryError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def decode_config(file: Path, *, oldest: int = 1) -> dict[str, Any]:
+    """Return what a file with a repository's configuration says.
+
+    Args:
+        file: the configuration, or its copy.
+        oldest: the lowest version that will do.
+
+    Raises:
+        OSError: when it cannot be read.
+        NotARepositoryError, FormatVersionError, MergefsError: see `read_config`.
+    """
+    mending = f"'mergefs -R {file.parent} fsck --repair' makes it again"
+    try:
+        config = load_json(file.read_bytes())
     except ValueError as error:
-        raise MergefsError(f"{path / CONFIG} is damaged: {error}") from error
+        raise MergefsError(f"{file} is damaged: {error}; {mending}") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise NotARepositoryError(f"{path / CONFIG} is not a mergefs repository's")
+        raise NotARepositoryError(f"{file} is not a mergefs repository's, or it is damaged: {mending}")
     version = config.get("version")
+    if "check" in config and config["check"] != _config_check(config):
+        raise MergefsError(f"{file} is damaged, or was changed by hand: {mending}")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise FormatVersionError(
-            f"{path} has format version {version!r}, this mergefs knows up to {VERSION}: upgrade mergefs"
+            f"{file.parent} has format version {version!r}, this mergefs knows up to {VERSION}: upgrade mergefs"
+        )
+    if version < oldest:
+        raise FormatVersionError(
+            f"{file.parent} has format version {version}, and this mergefs works with version {VERSION}:"
+            f" 'mergefs -R {file.parent} migrate' brings it there, without changing any model"
         )
     size = config.get("block_elements")
-    if config.get("hash") != "blake3" or type(size) is not int or size < 1:
-        raise MergefsError(f"{path / CONFIG} is damaged: it lacks its hash or block size")
+    if (
+        config.get("hash") != "blake3"
+        or type(size) is not int
+        or not 1 <= size <= LARGEST_BLOCK_SIZE // 2
+        or (version > 1 and "check" not in config)
+    ):
+        raise MergefsError(f"{file} is damaged: it lacks its hash, block size or check; {mending}")
     config.setdefault("exact", DEFAULT_EXACT)
     if config["exact"] not in CODINGS:
-        raise MergefsError(f"{path / CONFIG} is damaged: the exact tier has no coding {config['exact']!r}")
+        raise MergefsError(f"{file} is damaged: the exact tier has no coding {config['exact']!r}; {mending}")
     return config
 
 
-def _encode_config(config: dict[str, Any]) -> bytes:
-    return json.dumps(config, indent=2).encode() + b"\n"
+def write_config(path: Path, config: dict[str, Any], *, sync: bool = True) -> None:
+    """Write a repository's configuration, and its copy before; one of the first version has neither check nor copy."""
+    backend = LocalBackend(path, sync=sync)
+    if config["version"] > 1:
+        config = {**config, "check": _config_check(config)}
+    data = json.dumps(config, indent=2).encode() + b"\n"
+    if config["version"] > 1:
+        backend.replace(CONFIG_COPY, data)
+    backend.replace(CONFIG, data)
+
+
+def _config_check(config: dict[str, Any]) -> str:
+    rest = {key: value for key, value in config.items() if key != "check"}
+    return hex_digest(json.dumps(rest, sort_keys=True).encode())[:16]

@@ -100,7 +100,7 @@ def test_everything_goes(models: Repository) -> None:
     report = models.gc()
     assert report.live_bytes == 0
     assert models.stats().blocks == models.stats().packs == models.stats().manifests == 0
-    assert set(contents(models.path)) == {"mergefs.json"}
+    assert set(contents(models.path)) == {"mergefs.json", "mergefs.copy.json"}
     with models.catalog.read() as txn:
         for table in ("blocks", "packs", "manifests", "statistics", "thresholds", "checksums", "claims", "leases"):
             assert txn.count(table) == 0, table

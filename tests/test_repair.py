@@ -190,15 +190,14 @@ def test_copies_of_refs_follow_the_refs(models: Repository) -> None:
     assert sorted(path.stem for path in folder.iterdir()) == sorted(models.refs()) == ["base", "later", "other", "y"]
 
 
-def test_a_repository_from_before_there_were_copies_gets_them(models: Repository) -> None:
-    folder = models.path / REF_COPIES
-    before = contents(folder)
-    models.close()
-    shutil.rmtree(folder)
-    with Repository.open(models.path, readonly=True):
-        assert not folder.exists()
-    with Repository.open(models.path, sync=False):
-        assert contents(folder) == before
+def test_copies_of_refs_that_are_all_gone_come_back(models: Repository) -> None:
+    before = contents(models.path / REF_COPIES)
+    names = set(models.refs())
+    shutil.rmtree(models.path / REF_COPIES)
+    assert {problem.name for problem in models.fsck().errors} == names
+    assert models.repair().ok
+    assert set(contents(models.path / REF_COPIES)) == set(before)
+    assert models.fsck().ok
 
 
 @pytest.mark.parametrize("damaged", ["copy", "no copy", "catalog", "manifest's entry"])

@@ -20,6 +20,7 @@ from mergefs.blocks.encoding import TIERED
 from mergefs.blocks.encoding import Encoding as Encoding
 from mergefs.blocks.exact import Exact
 from mergefs.blocks.floats import unsigned
+from mergefs.blocks.pack import NO_BASE, Record
 from mergefs.blocks.zstd_frames import LEVEL, compress_planes, decompress
 from mergefs.dtypes import BY_CODE, DTYPES, DType
 from mergefs.errors import CorruptionError
@@ -121,6 +122,19 @@ def _encode_quick(raw: Buffer, dtype: DType, base: Buffer | None) -> Encoded:
     return Encoded(Encoding.RAW, (bytes(raw),))
 
 
+def is_sound(record: Record) -> bool:
+    """Tell whether a record is of a block that there can be: of a known encoding and dtype, of whole elements, with
+    several tiers and a base only where its encoding has them."""
+    if record.encoding not in list(Encoding) or record.dtype not in BY_CODE:
+        return False
+    encoding = Encoding(record.encoding)
+    return (
+        record.raw_length % BY_CODE[record.dtype].itemsize == 0
+        and (record.tiers == 1 or (encoding.needs_base and encoding is not Encoding.ULP_ZSTD))
+        and (record.base != NO_BASE) == encoding.needs_base
+    )
+
+
 def decode_tiers(payloads: Sequence[Buffer], raw_length: int, base: Buffer) -> Buffer:
     """Return a block's bytes from its tiers: all, or of `quick` ones the last alone.
 
@@ -201,16 +215,22 @@ class UlpDelta(Codec):  # type: ignore[misc]
 
     def encode(self, buf: Any) -> NDArray[np.uint8]:
         """Return uint8[n * itemsize]: the byte planes of the zigzag differences, lowest first."""
-        return _difference(_bytes(buf), self._base(), DTYPES[self.dtype])
+        return _difference(_bytes(buf), self._base(), self._type())
 
     def decode(self, buf: Any, out: Any = None) -> Any:
         """Return the block's bytes from its planes."""
-        raw = _ulp_decode(np.frombuffer(_bytes(buf), np.uint8), self._base(), DTYPES[self.dtype])
+        raw = _ulp_decode(np.frombuffer(_bytes(buf), np.uint8), self._base(), self._type())
         return numcodecs.compat.ndarray_copy(np.frombuffer(raw, np.uint8), out)
 
     def get_config(self) -> dict[str, Any]:
         """The configuration without the base's bytes."""
         return {"id": self.codec_id, "dtype": self.dtype}
+
+    def _type(self) -> DType:
+        found = DTYPES.get(self.dtype)
+        if found is None:
+            raise ValueError(f"mergefs_ulp knows no dtype {self.dtype!r}")
+        return found
 
     def _base(self) -> Buffer:
         if self.base is None:
@@ -237,6 +257,8 @@ def _shuffle(raw: Buffer, width: int) -> NDArray[np.uint8]:
 def _unshuffle(planes: NDArray[np.uint8], width: int) -> memoryview:
     from mergefs.blocks import kernels
 
+    if planes.size % width:
+        raise ValueError(f"planes of {planes.size} bytes for elements of {width}")
     out = np.empty(planes.size, np.uint8)
     if width == 2:
         kernels.unshuffle2(planes, out)
@@ -273,6 +295,8 @@ def _ulp_decode(planes: NDArray[np.uint8], base: Buffer, dtype: DType) -> memory
     from mergefs.blocks import kernels
 
     width = dtype.itemsize
+    if planes.size != len(base):
+        raise ValueError(f"planes of {planes.size} bytes for a base block of {len(base)}")
     base_bits = unsigned(base, width)
     out = np.empty(base_bits.size, base_bits.dtype)
     if width == 2:

@@ -20,6 +20,9 @@ MAGIC = b"mfspack1"
 FOOTER_MAGIC = b"mfsends1"
 CHECK_BYTES = 16
 NO_BASE = bytes(32)
+MOST_TIERS = 4
+LARGEST_BLOCK = 1 << 30
+"""Bytes of a block of the widest elements where blocks are as large as they can be; see `largest_block`."""
 
 _RECORD = struct.Struct("<32s32s16sQIIBBBB")
 _FOOTER = struct.Struct("<QII32s8s")
@@ -177,11 +180,13 @@ def read_records(path: Path) -> list[Record]:
             file.seek(offset)
             return file.read(size)
 
+        if read(0, len(MAGIC)) != MAGIC:
+            raise CorruptionError(f"{path.name} is not a pack or is cut short")
         return read_table(path.name, path.stat().st_size, read)
 
 
 def read_table(name: str, size: int, read: Callable[[int, int], bytes]) -> list[Record]:
-    """Read the records of a pack from wherever it lies.
+    """Read the records of a pack from wherever it lies: only its end is looked at.
 
     Args:
         name: how messages call it.
@@ -191,7 +196,7 @@ def read_table(name: str, size: int, read: Callable[[int, int], bytes]) -> list[
     Raises:
         CorruptionError: see `read_records`.
     """
-    if size < len(MAGIC) + _FOOTER.size or read(0, len(MAGIC)) != MAGIC:
+    if size < len(MAGIC) + _FOOTER.size:
         raise CorruptionError(f"{name} is not a pack or is cut short")
     start, count, reserved, table_hash, magic = _FOOTER.unpack(read(size - _FOOTER.size, _FOOTER.size))
     if magic != FOOTER_MAGIC or reserved or start + count * RECORD_BYTES + _FOOTER.size != size:
@@ -203,6 +208,10 @@ def read_table(name: str, size: int, read: Callable[[int, int], bytes]) -> list[
     for record in records:
         if record.offset < len(MAGIC) or record.offset + record.length > start:
             raise CorruptionError(f"{name}: a record points outside the pack")
+        if not record.tier < record.tiers <= MOST_TIERS:
+            raise CorruptionError(f"{name}: a record is of tier {record.tier} of {record.tiers}")
+        if record.raw_length > LARGEST_BLOCK:
+            raise CorruptionError(f"{name}: a record is of a block of {record.raw_length} bytes, which no block has")
     return records
 
 
@@ -219,6 +228,11 @@ def pieces(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(size):
             yield piece
+
+
+def largest_block(block_elements: int) -> int:
+    """Return how many bytes a block can have, whatever a record claims: elements have at most eight."""
+    return 8 * block_elements
 
 
 def pack_name(pack: bytes) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mergefs.backend import Backend
 from mergefs.blocks import codecs
+from mergefs.blocks.checking import Sampler
 from mergefs.blocks.encoding import EXACT, TIERED, Encoding
 from mergefs.blocks.joined import JoinedReads
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name
@@ -112,6 +113,8 @@ class BlockReader:
         counter: where bytes are counted.
         joined: payloads of experts that are expected to be read, for several at once; bytes read through in between
             count like the payloads.
+        check: of how many blocks of which only the delta is made one is compared with its id all the same, see
+            `blocks.checking`; 0 for none.
     """
 
     def __init__(
@@ -120,11 +123,13 @@ class BlockReader:
         backend: Backend,
         counter: ReadCounter | None = None,
         joined: JoinedReads | None = None,
+        check: int = 0,
     ) -> None:
         self.catalog = catalog
         self._backend = backend
         self.counter = counter or ReadCounter()
         self._joined = joined
+        self._sampler = Sampler(check)
 
     def read(self, block: bytes, kind: Kind, known: Mapping[bytes, Buffer] | None = None) -> Buffer:
         """Return a block's bytes, checked against its id.
@@ -274,8 +279,8 @@ class BlockReader:
         """Write a block's exact delta from `base` to `out` where it has tiers that were encoded against that; otherwise
         return its bytes.
 
-        A delta is not checked against the block's id, as its bytes are not made for it: every payload is checked, and
-        the base is by who read it.
+        For a delta the block's bytes are not made, but of those blocks that are to be compared with their ids. Every
+        payload is checked, and the base is by who read it.
 
         Args:
             block, kind, known: see `read`.
@@ -288,6 +293,8 @@ class BlockReader:
         locations, payloads = self.read_payloads(block, kind, EXACT)
         record = locations[0].record
         if record.encoding in TIERED and known.get(record.base) is base:
+            if self._sampler.is_due():
+                self._decoded(record, payloads, base)
             self._delta(record, payloads, base, out, order)
             return None
         return self._decoded(record, payloads, self._base(record, kind, known))

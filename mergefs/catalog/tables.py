@@ -55,17 +55,23 @@ class Catalog:
         )
         self.read = self._environment.read
         self.write = self._environment.write
+        self.add_checks = self._environment.add_checks
 
     @classmethod
-    def create(cls, path: Path) -> Self:
+    def create(cls, path: Path, *, sync: bool = True) -> Self:
         """Make an empty catalog in a new folder."""
         path.mkdir(mode=0o700)
-        return cls(path)
+        return cls(path, sync=sync)
 
     @property
     def readonly(self) -> bool:
         """Whether nothing can be entered."""
         return self._environment.readonly
+
+    @property
+    def has_checks(self) -> bool:
+        """Whether values have checks; those of a catalog of the first version have none."""
+        return self._environment.has_checks
 
     def close(self) -> None:
         """Give the environment back."""
@@ -150,8 +156,8 @@ def put_packs(txn: Transaction, packs: Iterable[tuple[bytes, int, Sequence[Recor
     A block that is stored keeps its locations, all of them: its tiers belong together.
 
     Raises:
-        BlocksCollectedError: when a block would stand on one that is not there, or that stands on another one itself, as
-            somebody has stored it so meanwhile.
+        BlocksCollectedError: when a block would stand on one that is not there, or that stands on another one itself,
+            as somebody has stored it so meanwhile.
     """
     entering = list(packs)
     stored = {record.block for _, _, records in entering for record in records if get_location(txn, record.block)}

@@ -42,6 +42,9 @@ _FACTOR = re.compile(
 )
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save(?:\.[^.]+)?\.(?P<parameter>[^.]+)")
 _WRAPPED = re.compile(r"(?P<module>.+)\.base_layer\.(?P<parameter>[^.]+)")
+_LONGEST_PATTERN, _MOST_REPEATS, _LONGEST_NAME = 2000, 2, 500
+"""What keeps a stranger's patterns from matching for ever: the time goes with the name's length to the power of the
+repeats, and with a repeat in a repeat there is no such bound."""
 _LAYER = re.compile(r"\.\d+\.")
 
 
@@ -163,6 +166,12 @@ def _patterns(value: Any, where: str) -> Iterator[tuple[re.Pattern[str], str, An
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: a pattern is {quote(value)}, not an object; {_AGAIN}")
     for key, given in value.items():
+        repeats = len(re.findall(r"[*+{]", key))
+        if len(key) > _LONGEST_PATTERN or repeats > _MOST_REPEATS or re.search(r"\)[*+{]", key):
+            raise CheckpointError(
+                f"{where}: the pattern {quote(key)} repeats more than can be matched in bounded time: write the"
+                " modules' names instead"
+            )
         try:
             yield re.compile(rf"(.*\.)?({key})"), key, given
         except (re.error, RecursionError, OverflowError) as error:
@@ -209,6 +218,8 @@ def adapt(config: AdapterConfig, adapter: Shapes, model: Shapes, where: str) -> 
     lost: list[str] = []
     names = _Names(model)
     for name in adapter:
+        if len(name) > _LONGEST_NAME and (config.ranks or config.alphas):
+            raise CheckpointError(f"{where}: the name {quote(name)} is too long for patterns; {_AGAIN}")
         role, module, parameter = _role(name)
         target = names.find(f"{module}.{parameter}" if module else parameter)
         if target is None:

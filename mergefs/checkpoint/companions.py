@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mergefs.dtypes import DType
@@ -28,6 +28,21 @@ def weight_index(shards: Mapping[str, str], size: int) -> bytes:
         size: the bytes of all tensors.
     """
     return encoded({"metadata": {"total_size": size}, "weight_map": dict(sorted(shards.items()))})
+
+
+def rewritten(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes | None:
+    """Return a JSON file with something changed; None where it is not what transformers would write.
+
+    Args:
+        data: the file.
+        change: of what it holds.
+    """
+    try:
+        value = json.loads(data)
+        change(value)
+        return encoded(value)
+    except (ValueError, AttributeError, TypeError, KeyError, IndexError, RecursionError):
+        return None
 
 
 def encoded(value: dict[str, Any]) -> bytes:

@@ -217,7 +217,8 @@ def _read_json(index: CheckpointFile) -> bytes:
     where = shown(index.source)
     try:
         with open(index.source, "rb") as file:
-            data = file.read(LONGEST_JSON + 1)
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(min(size, LONGEST_JSON) + 1)  # what is asked for is set aside beforehand
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {reason(error)}; make it readable") from None
     if len(data) > LONGEST_JSON:

@@ -28,7 +28,7 @@ from mergefs.checkpoint.strict import (
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import CheckpointError
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _KEYS = {"dtype", "shape", "data_offsets"}
 _AGAIN = "download or save the file again"
@@ -80,8 +80,22 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     where = shown(path)
     raw, file_size = _read_raw(path, where)
+    return parse_header(raw, file_size, where)
+
+
+def parse_header(raw: bytes, file_size: int, where: str) -> Header:
+    """Check a header that has been read.
+
+    Args:
+        raw: the length and the JSON.
+        file_size: bytes of the whole file.
+        where: how messages call the file.
+
+    Raises:
+        CheckpointError: when it breaks the format, or does not fit the file.
+    """
     what = f"the header of {where}"
-    text = raw[_LENGTH_BYTES:]
+    text = raw[LENGTH_BYTES:]
     if not text.startswith(b"{"):
         raise CheckpointError(f"{what} does not start with '{{'; {_AGAIN}")
     fields, _ = parse_object(text, what, _AGAIN)
@@ -122,7 +136,7 @@ def build_header(
     if len(text) > LONGEST_JSON:
         problem = f"the header of the new file would take {len(text)} bytes of at most {LONGEST_JSON}"
         raise CheckpointError(f"{problem}; split the tensors among files")
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _read_raw(path: str | os.PathLike[str], where: str) -> tuple[bytes, int]:
@@ -132,14 +146,14 @@ def _read_raw(path: str | os.PathLike[str], where: str) -> tuple[bytes, int]:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
                 raise CheckpointError(f"{where} is not a regular file; name a safetensors file")
-            start = file.read(_LENGTH_BYTES)
-            if len(start) < _LENGTH_BYTES:
+            start = file.read(LENGTH_BYTES)
+            if len(start) < LENGTH_BYTES:
                 problem = f"{where} has {len(start)} bytes, too few for a safetensors file"
                 raise CheckpointError(f"{problem}; {_AGAIN}")
             length = int.from_bytes(start, "little")
             if length > LONGEST_JSON:
                 raise _too_long(where, length, start + file.read(len(_LFS_POINTER)))
-            text = file.read(length)
+            text = file.read(min(length, state.st_size))  # what it claims is set aside beforehand
     except (OSError, ValueError) as error:
         problem = f"{where} cannot be read: {reason(error)}"
         raise CheckpointError(f"{problem}; name a safetensors file that you may read") from None

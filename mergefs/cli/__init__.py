@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import click
@@ -24,6 +25,7 @@ _COMMANDS = {
     "discard": ("editing", "Drop what was changed."),
     "sessions": ("editing", "List the sessions that were not committed yet."),
     "export": ("serving", "Write a model as an ordinary directory."),
+    "verify-export": ("serving", "Compare an exported directory with its model."),
     "push": ("transferring", "Send a model to another repository or an archive."),
     "pull": ("transferring", "Fetch a model from another repository or an archive."),
     "ls": ("models", "List the refs."),
@@ -36,8 +38,13 @@ _COMMANDS = {
     "repack": ("repository", "Store experts smaller, or to be read faster."),
     "fsck": ("repository", "Check the repository, and mend it."),
     "catalog": ("repository", "Make the catalog anew (catalog rebuild)."),
+    "migrate": ("repository", "Bring a repository of an earlier version to this one."),
     "stats": ("repository", "Show how much the repository holds."),
 }
+
+
+_LONGEST_MESSAGE = 4000
+"""Characters: a message may quote what a stranger wrote."""
 
 
 class _Lazy(click.Group):
@@ -48,7 +55,7 @@ class _Lazy(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"mergefs.cli.{_COMMANDS[cmd_name][0]}")
-        command = getattr(module, cmd_name)
+        command = getattr(module, cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 
@@ -59,19 +66,33 @@ class _Lazy(click.Group):
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-R", "--repo", metavar="DIR", envvar="MERGEFS_REPO", help="The repository's folder.")
+@click.option(
+    "--no-sync",
+    is_flag=True,
+    envvar="MERGEFS_NO_SYNC",
+    help="Flush nothing to the disk: faster, and a power cut may destroy the repository.",
+)
+@click.option(
+    "--check-blocks",
+    type=click.Choice(["always", "sampled", "never"]),
+    help="Compare experts' blocks with their ids in merges (MERGEFS_CHECK_BLOCKS; default: sampled).",
+)
 @click.version_option(package_name="mergefs")
 @click.pass_context
-def cli(ctx: click.Context, repo: str | None) -> None:
+def cli(ctx: click.Context, repo: str | None, no_sync: bool, check_blocks: str | None) -> None:
     """Ingest checkpoints once, merge them under a read budget, serve the result as files and arrays.
 
     The repository is the one given with -R or MERGEFS_REPO, or the nearest folder upwards that is one.
     """
     ctx.obj = repo
+    if check_blocks:
+        os.environ["MERGEFS_CHECK_BLOCKS"] = check_blocks  # for the processes of mounts as well
 
 
 def main() -> None:
     """Run the command line and exit: 0, 1 for our fault, 2 for the user's."""
     from mergefs.errors import MergefsError
+    from mergefs.parts import cut
 
     try:
         code = cli.main(standalone_mode=False)
@@ -83,7 +104,7 @@ def main() -> None:
         click.echo(f"mergefs: {printable(error.format_message())}", err=True)
         sys.exit(error.exit_code)
     except MergefsError as error:
-        click.echo(f"mergefs: {printable(str(error))}", err=True)
+        click.echo(f"mergefs: {printable(cut(str(error), _LONGEST_MESSAGE))}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.stderr.close()

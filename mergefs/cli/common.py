@@ -37,7 +37,13 @@ def open_repository(given: str | None) -> Repository:
         raise UserError("the repository's folder is given as an empty text: name a folder, or leave -R away")
     path = Path(given) if given else find_repository(Path.cwd())
     catalog = path / "catalog"
-    return Repository.open(path, readonly=catalog.is_dir() and not os.access(catalog, os.W_OK))
+    readonly = catalog.is_dir() and not os.access(catalog, os.W_OK)
+    return Repository.open(path, readonly=readonly, sync=syncs())
+
+
+def syncs() -> bool:
+    """Tell whether the command that runs flushes what it writes: not with --no-sync."""
+    return not click.get_current_context().find_root().params["no_sync"]
 
 
 @contextmanager

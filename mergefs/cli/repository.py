@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mergefs.blocks.exact import CODINGS
-from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, threads_option
+from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, syncs, threads_option
 from mergefs.gc import REWRITE_ABOVE
 from mergefs.repository import Repository
 from mergefs.store import DEFAULT_EXACT, find_repository
@@ -29,7 +29,7 @@ from mergefs.units import format_size, parse_size
 @json_option
 def init(directory: str, block_size: str, exact: str, as_json: bool) -> None:
     """Make a repository in DIRECTORY, which is empty or does not exist yet."""
-    made = Repository.init(directory, parse_size(block_size), exact=exact)
+    made = Repository.init(directory, parse_size(block_size), exact=exact, sync=syncs())
     value = {
         "repository": str(made.path),
         "block_size": made.config["block_size"],
@@ -104,6 +104,20 @@ def fsck(repo: str | None, read_data: bool, repair: bool, as_json: bool) -> None
     --repair puts damaged files into the folder 'quarantine' and forgets the blocks that are lost. These come back when
     a checkpoint that has them is ingested again, or a merge that derives them is run again.
     """
+    from mergefs.configuration import mend_configuration
+    from mergefs.fsck import FsckReport, catalog_damage
+
+    path = Path(repo) if repo else find_repository(Path.cwd())
+    mended_first = mend_configuration(path.absolute()) if repair else None
+    if mended_first:
+        click.echo(f"mergefs: {mended_first}", err=True)
+    damage = catalog_damage(path) if (path / "catalog" / "data.mdb").is_file() else None
+    if damage is not None:
+        # LMDB is not asked to open it: it may end the process over it.
+        broken = FsckReport((damage,), 0, 0, 0, 0, read_data)
+        text = f"{damage.kind} {damage.name}: {damage.message} (affects {', '.join(damage.affects)})"
+        emit({"ok": False, **vars(broken)}, as_json, lambda: text)
+        sys.exit(1)
     with repository(repo) as opened, progress("checking", in_bytes=False) as tell:
         if repair:
             mended = opened.repair(progress=tell)
@@ -145,7 +159,7 @@ def catalog_rebuild(repo: str | None, as_json: bool) -> None:
     """
     from mergefs.rebuild import rebuild
 
-    report = rebuild(Path(repo) if repo else find_repository(Path.cwd()))
+    report = rebuild(Path(repo) if repo else find_repository(Path.cwd()), sync=syncs())
     lines = [
         *report.lost,
         f"{report.blocks} blocks in {report.packs} packs, {report.manifests} models, {report.refs} refs",
@@ -156,6 +170,34 @@ def catalog_rebuild(repo: str | None, as_json: bool) -> None:
         lines.append(f"the earlier catalog is {report.kept}")
     emit(report, as_json, lambda: "\n".join(lines))
     if report.lost:
+        sys.exit(1)
+
+
+@click.command()
+@json_option
+@click.pass_obj
+def migrate(repo: str | None, as_json: bool) -> None:
+    """Bring a repository that an earlier mergefs made to the format of this one.
+
+    No model changes, nor its id. Interrupted, it goes on when it is run again. Exits with 1 when blocks were found to
+    be damaged; they are left for 'mergefs fsck --repair'.
+    """
+    from mergefs.migration.run import migrate as run
+
+    keep_freed_memory()
+    with progress("migrating", in_bytes=False) as tell:
+        report = run(Path(repo) if repo else find_repository(Path.cwd()), sync=syncs(), progress=tell)
+    lines = [f"block {block} is damaged: 'mergefs fsck --repair' says what it affects" for block in report.damaged]
+    if report.before == report.version:
+        lines.append(f"{report.repository} has version {report.version} already")
+    else:
+        lines.append(
+            f"{report.repository} had version {report.before} and has version {report.version} now:"
+            f" {report.blocks_rewritten} blocks were written anew, {report.refs_copied} refs copied,"
+            f" {report.statistics_dropped} statistics dropped, in {report.seconds:.1f} s"
+        )
+    emit(report, as_json, lambda: "\n".join(lines))
+    if report.damaged:
         sys.exit(1)
 
 

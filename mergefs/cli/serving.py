@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ def mount(
         raise click.UsageError("mount takes a ref and a directory, or a directory alone")
     *ref, directory = target
     with repository(repo) as opened:
-        path = opened.path
+        path, sync = opened.path, opened.sync
         if ref:
             opened.resolve(ref[0])
     info = start(
@@ -59,6 +60,7 @@ def mount(
         allow_other=allow_other,
         log=log,
         store=store,
+        sync=sync,
         **sizes,
     )
     if info.cleared:
@@ -155,3 +157,48 @@ def export(
             f" in {report.seconds:.1f} s"
         ),
     )
+
+
+@click.command("verify-export")
+@click.argument("ref")
+@click.argument("directory")
+@click.option("--shard-size", metavar="SIZE", help="That of the export; without it, tensors may lie in any files.")
+@click.option("--dtype", help="That of the export; without it, it is taken from what is there.")
+@threads_option
+@json_option
+@click.pass_obj
+def verify_export(
+    repo: str | None,
+    ref: str,
+    directory: str,
+    shard_size: str | None,
+    dtype: str | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Compare DIRECTORY, a folder or an fsspec URL, with the model REF that was exported to it.
+
+    Exits with 1 when a file or a tensor is missing, is there and should not be, or has other bytes.
+    """
+    keep_freed_memory()
+    with repository(repo) as opened, progress("comparing") as tell:
+        report = opened.verify_export(
+            ref,
+            directory,
+            shard_size=None if shard_size is None else parse_size(shard_size),
+            dtype=dtype,
+            threads=threads,
+            progress=tell,
+        )
+    lines = [f"missing: {path}" for path in report.missing]
+    lines += [f"not the model's: {path}" for path in report.extra]
+    for found in report.different:
+        lines.append(f"different: {found.path}" + (f" (tensors {', '.join(found.tensors)})" if found.tensors else ""))
+    lines += [f"missing tensor: {name}" for name in report.missing_tensors]
+    lines += [f"not the model's tensor: {name}" for name in report.extra_tensors]
+    what = f"{report.files} files, {format_size(report.bytes)}, compared by {report.compared}"
+    result = f"they are {report.manifest[:12]}" if report.ok else f"they are not {report.manifest[:12]}"
+    lines.append(f"{what} in {report.seconds:.1f} s: {result}")
+    emit({"ok": report.ok, **vars(report)}, as_json, lambda: "\n".join(lines))
+    if not report.ok:
+        sys.exit(1)

@@ -269,6 +269,8 @@ def read_headers(contents: Mapping[str, Content], scratch: Path) -> dict[str, He
         try:
             checkpoint = open_checkpoint(root)
         except CheckpointError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None  # of a file that was just written: the disk is at fault
             message = str(error).replace(f"{root}/", "").replace(str(root), "the session")
             raise CheckpointError(f"the session cannot be committed as it is: {message}") from None
         return {file.path: file.header for file in checkpoint.files}

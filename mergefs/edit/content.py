@@ -158,7 +158,7 @@ class Content:
 
     def apply_write(self, first: int, stop: int, size: int) -> None:
         """Do what a record of a write says."""
-        self.local.update(range(first, stop))
+        self.local.update(extents(first, stop, size))
         self.size = size
 
     def apply_cut(self, size: int) -> None:
@@ -226,6 +226,17 @@ class Content:
     def _touch(self) -> None:
         self.dirty = True
         self.mtime = time.time_ns()
+
+
+def extents(first: int, stop: int, size: int) -> range:
+    """Return the numbers of extents that a journal says are written to.
+
+    Raises:
+        ValueError, TypeError: when a file of `size` bytes has none of these numbers.
+    """
+    if not 0 <= first <= stop <= -(-size // EXTENT):
+        raise ValueError(f"a file of {size} bytes has no extents {first} to {stop}")
+    return range(first, stop)
 
 
 class _opened:  # noqa: N801 - used like a function

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from mergefs.backend import flush_folder
-from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, UserError
-from mergefs.hashing import is_hex, is_hex_id
+from mergefs.blocks.pack import hash_file
+from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, RefNameError, UserError
+from mergefs.hashing import hex_digest, is_hex, is_hex_id
+from mergefs.json_input import load_json
 from mergefs.locks import is_locked, take
 from mergefs.store import Store, check_ref_name
 
@@ -28,6 +30,7 @@ _DESCRIPTION = "session.json"
 _LOCK = "lock"
 _PLACE = "mounted.json"
 _RESULT = "result.json"
+_CLOSED = "closed.json"
 _ID_BYTES = 6
 _UNFINISHED_AFTER = 3600.0
 """Seconds after which a folder without a description is taken for left behind."""
@@ -77,7 +80,7 @@ def create(store: Store, name: str) -> SessionInfo:
             "ref": name if store.refs().get(name) == manifest else None,
             "created": time.time(),
         }
-        _write(folder / _DESCRIPTION, description)
+        _write(folder / _DESCRIPTION, description, sync=store.sync)
         if store.sync:
             flush_folder(folder)
             flush_folder(folder.parent)
@@ -94,10 +97,12 @@ def read(store: Store, identity: str) -> SessionInfo:
     """
     folder = _folder(store, identity)
     try:
-        value = json.loads((folder / _DESCRIPTION).read_bytes())
+        value = _read(folder / _DESCRIPTION)
         if value["format"] != FORMAT or value["version"] != VERSION or not is_hex_id(value["manifest"]):
             raise ValueError("it is of another format")
         ref = value["ref"]
+        if ref is not None:
+            check_ref_name(ref)
         return SessionInfo(
             identity,
             value["manifest"],
@@ -107,8 +112,12 @@ def read(store: Store, identity: str) -> SessionInfo:
             is_locked(folder / _LOCK),
         )
     except FileNotFoundError:
+        if (folder / _CLOSED).exists():
+            raise CorruptionError(
+                f"{folder / _DESCRIPTION} is missing: 'mergefs discard {identity}' removes the session"
+            ) from None
         raise NotFoundError(f"there is no session {identity}: 'mergefs sessions' shows them") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RefNameError) as error:
         raise CorruptionError(
             f"{folder / _DESCRIPTION} is damaged ({error}): 'mergefs discard {identity}' removes the session"
         ) from error
@@ -120,7 +129,7 @@ def identities(store: Store) -> list[str]:
         names = os.listdir(store.path / SESSIONS)
     except FileNotFoundError:
         return []
-    return sorted(name for name in names if is_hex(name) and (store.path / SESSIONS / name / _DESCRIPTION).exists())
+    return sorted(name for name in names if is_hex(name) and _is_session(store.path / SESSIONS / name))
 
 
 def remove_unfinished(store: Store) -> None:
@@ -132,7 +141,7 @@ def remove_unfinished(store: Store) -> None:
     for entry in found:
         folder = Path(entry.path)
         old = time.time() - entry.stat().st_mtime > _UNFINISHED_AFTER
-        if old and not (folder / _DESCRIPTION).exists() and not is_locked(folder / _LOCK):
+        if old and not _is_session(folder) and not is_locked(folder / _LOCK):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -210,6 +219,7 @@ class Hold:
 
     def __init__(self, store: Store, identity: str) -> None:
         self.folder = _folder(store, identity)
+        self._sync = store.sync
         try:
             self._descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
@@ -222,14 +232,45 @@ class Hold:
 
     def place(self, directory: Path) -> None:
         """Note where the session is mounted."""
-        _write(self.folder / _PLACE, {"directory": str(directory), "pid": os.getpid()})
+        _write(self.folder / _PLACE, {"directory": str(directory), "pid": os.getpid()}, sync=self._sync)
 
     def note_result(self, manifest: str) -> None:
         """Note the id of a manifest that is about to be committed."""
-        _write(self.folder / _RESULT, {"manifest": manifest})
+        _write(self.folder / _RESULT, {"manifest": manifest}, sync=self._sync)
+
+    def close(self) -> None:
+        """Note what the session's files are, so that damage is found until it is opened again; nothing may change them
+        from now on."""
+        sums = {name: list(_sum(self.folder / name)) for name in _files(self.folder)}
+        _write(self.folder / _CLOSED, {"files": sums}, sync=self._sync)
+        if self._sync:
+            flush_folder(self.folder)
+
+    def reopen(self) -> None:
+        """Forget what the files are, as they are going to change, when they still are that.
+
+        Raises:
+            CorruptionError: when one is not.
+        """
+        damage = damaged_files(self.folder)
+        if damage:
+            raise CorruptionError(
+                f"session {self.folder.name} is damaged: {', '.join(damage)}; 'mergefs discard {self.folder.name}'"
+                f" drops it, and without {self.folder / _CLOSED} it is opened as it is"
+            )
+        self._forget_sums()
+
+    def _forget_sums(self) -> None:
+        try:
+            (self.folder / _CLOSED).unlink()
+        except FileNotFoundError:
+            return
+        if self._sync:
+            flush_folder(self.folder)
 
     def remove(self) -> None:
         """Remove the session's folder. gc may take the model from then on."""
+        self._forget_sums()
         (self.folder / _DESCRIPTION).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -257,7 +298,8 @@ def _folder(store: Store, identity: str) -> Path:
 
 def _directory(folder: Path) -> Path | None:
     try:
-        return Path(json.loads((folder / _PLACE).read_bytes())["directory"])
+        found = str(_read(folder / _PLACE)["directory"])
+        return None if "\0" in found else Path(found)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -265,15 +307,82 @@ def _directory(folder: Path) -> Path | None:
 def _result(folder: Path) -> str | None:
     """Return the id of the manifest that was going to be committed last; None where there was none."""
     try:
-        return str(json.loads((folder / _RESULT).read_bytes())["manifest"])
+        return str(_read(folder / _RESULT)["manifest"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def damaged_files(folder: Path, *, read_data: bool = True) -> list[str]:
+    """Return which files of a session are not what they were when it was closed, or are damaged by themselves.
+
+    Args:
+        folder: of the session. While it is open, or when its process was killed, nobody knows what its contents were.
+        read_data: whether contents are read, rather than sizes compared.
+    """
+    damaged = []
+    for name in (_DESCRIPTION, _PLACE, _RESULT, _CLOSED):
+        try:
+            _read(folder / name)
+        except FileNotFoundError:
+            continue
+        except ValueError:
+            damaged.append(f"{name} is not what was written")
+    try:
+        known = _read(folder / _CLOSED)["files"]
+    except (OSError, ValueError, KeyError):
+        return damaged
+    found = set(_files(folder))
+    for name, (size, identity) in sorted(known.items()):
+        path = folder / name
+        if name not in found:
+            damaged.append(f"{name} is missing")
+        elif path.stat().st_size != size or (read_data and hash_file(path) != identity):
+            damaged.append(f"{name} is not what was written")
+    return damaged + [f"{name} is new" for name in sorted(found - set(known))]
+
+
+def _is_session(folder: Path) -> bool:
+    return (folder / _DESCRIPTION).exists() or (folder / _CLOSED).exists()
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Yield the names of the files that hold what was changed."""
+    own = {_DESCRIPTION, _PLACE, _RESULT, _CLOSED, _LOCK}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in own and not name.endswith(".new"):
+            yield name
+
+
+def _sum(path: Path) -> tuple[int, str]:
+    return path.stat().st_size, hash_file(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a file of a session says.
+
+    Raises:
+        FileNotFoundError: when there is none.
+        ValueError: when it is damaged.
+    """
+    value = load_json(path.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    check = value.pop("check", None)  # there is none in those of before there were checks
+    if check is not None and check != _check(value):
+        raise ValueError("its bytes have another hash")
+    return value
+
+
+def _check(value: dict[str, Any]) -> str:
+    return hex_digest(json.dumps(value, sort_keys=True).encode())[:16]
+
+
+def _write(path: Path, value: dict[str, Any], *, sync: bool) -> None:
     new = path.with_name(f"{path.name}.new")
     with open(new, "wb") as file:
-        file.write(json.dumps(value, indent=2).encode() + b"\n")
+        file.write(json.dumps({**value, "check": _check(value)}, indent=2).encode() + b"\n")
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     os.replace(new, path)

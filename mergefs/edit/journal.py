@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mergefs.backend import flush_folder
+from mergefs.json_input import load_json
 
 Record = list[Any]
 """What a line holds: the name of a change and its operands, in JSON's types."""
@@ -93,7 +94,7 @@ def replay(path: Path) -> list[Record]:
         if record is None:
             break
         if record[0] == BEGIN:
-            same_boot = record[1] == boot_id()
+            same_boot = record[1:] == [boot_id()]
         elif record[0] == FLUSH:
             flushed = len(records)
         elif record[0] == SYNC:
@@ -120,5 +121,8 @@ def _parse(line: bytes) -> Record | None:
     check, _, text = line.partition(b" ")
     if check != b"%08x" % zlib.crc32(text):
         return None
-    record = json.loads(text)
+    try:
+        record = load_json(text)
+    except ValueError:
+        return None
     return record if isinstance(record, list) and record else None

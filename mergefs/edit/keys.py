@@ -31,8 +31,9 @@ class Keys:
         for path in folder.iterdir() if folder.is_dir() else ():
             data = path.read_bytes()
             stop = 1 + _LENGTH_BYTES + int.from_bytes(data[1 : 1 + _LENGTH_BYTES], "little")
-            if path.name == hex_digest(data[1 + _LENGTH_BYTES : stop]):
-                key = data[1 + _LENGTH_BYTES : stop].decode()
+            name = data[1 + _LENGTH_BYTES : stop]
+            key = _text(name) if path.name == hex_digest(name) else None
+            if key is not None:
                 (self._set if data[:1] == _VALUE else self._deleted).add(key)
             else:
                 path.unlink()  # half written when the machine went down
@@ -105,3 +106,10 @@ class Keys:
         with open(new, "wb") as file:
             file.write(b"".join((kind, len(name).to_bytes(_LENGTH_BYTES, "little"), name, value)))
         os.replace(new, path)
+
+
+def _text(key: bytes) -> str | None:
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        return None

@@ -92,6 +92,7 @@ class Session:
             self.id = identity
             self.manifest_id = info.manifest
             self.ref = info.ref
+            self._hold.reopen()
             self.view = View(store, info.manifest, cache_bytes=CACHE_BYTES, purpose="edit")
             try:
                 sizes = {path: file.size for path, file in self.view.files.items()}
@@ -181,6 +182,7 @@ class Session:
         if self._is_open:
             try:
                 self.tree.sync()
+                self._hold.close()
             finally:
                 self._end()
 

@@ -14,14 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mergefs.edit.content import Content, ReadBase
+from mergefs.checkpoint.strict import LARGEST
+from mergefs.edit.content import Content, ReadBase, extents
 from mergefs.edit.journal import Journal, Record, replay
+from mergefs.errors import CorruptionError
 from mergefs.manifest import safe_path
+from mergefs.parts import cut, natural, text
 
 JOURNAL = "journal"
 DATA = "data"
 HIDDEN = ".fuse_hidden"
 """How libfuse begins the names of files that are removed while somebody has them open."""
+_CHANGES = frozenset(("next", "folder", "file", "create", "place", "remove", "rename", "mode", "time"))
+"""What lines of the journal are called besides `write` and `cut`."""
 _DROP_ABOVE = 256 << 20
 """Bytes of removed files from which on the session is flushed, so that they can go."""
 
@@ -73,7 +78,13 @@ class Tree:
         self._replayed: dict[int, Content] = {}
         records = replay(folder / JOURNAL)
         if records:
-            self._replay(records)
+            try:
+                self._replay(records)
+            except (KeyError, ValueError, TypeError, AttributeError) as error:
+                raise CorruptionError(
+                    f"{folder / JOURNAL} is damaged ({cut(repr(error))}): 'mergefs discard {folder.name}' removes the"
+                    " session"
+                ) from error
         else:
             self._lay_out(mtime)
         self._tidy()
@@ -354,12 +365,35 @@ class Tree:
             elif name == "cut":
                 number, size = operands
                 self._replayed[number].apply_cut(size)
-            else:
+            elif name in _CHANGES:
                 getattr(self, f"_replay_{name}")(*operands)
+            else:
+                raise ValueError(f"there is no change {name!r}")
         self._replayed.clear()
+        self._check()
+
+    def _check(self) -> None:
+        """Check what no file system would hold: lines with checksums can still say anything."""
+        top = self._nodes.get("")
+        if not isinstance(top, Folder):
+            raise ValueError("there is no top folder")
+        natural(self._next)
+        for path, node in self._nodes.items():
+            if path and not (safe_path(text(path)) and isinstance(self._nodes.get(path.rpartition("/")[0]), Folder)):
+                raise ValueError(f"{path!r} is no path")
+            natural(node.number), natural(node.mtime), natural(node.mode)
+            if isinstance(node, Content):
+                kept = natural(node.kept)
+                if natural(node.size) > LARGEST or (node.base is None and kept):
+                    raise ValueError(f"'{path}' cannot have {node.size} bytes")
+                if node.base is not None and kept > self._model[text(node.base)]:
+                    raise ValueError(f"'{path}' has more bytes of '{node.base}' than there are")
+        numbers = [node.number for node in self._nodes.values()]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError("two files have one number")
 
     def _replay_next(self, number: int) -> None:
-        self._next = number
+        self._next = natural(number)
 
     def _replay_folder(self, path: str, number: int, mtime: int, mode: int) -> None:
         self._next = max(self._next, number + 1)
@@ -373,7 +407,7 @@ class Tree:
         self._drop(path)
         file = self._content(number, mtime=mtime, mode=mode, size=size, base=base, kept=kept)
         for first, stop in local:
-            file.local.update(range(first, stop))
+            file.local.update(extents(first, stop, size))
         self._enter(path, file)
         self._replayed[number] = file
 

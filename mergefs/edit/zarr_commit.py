@@ -15,6 +15,7 @@ from mergefs.checkpoint.safetensors import Header, build_header
 from mergefs.dtypes import DTYPES, DType
 from mergefs.edit.commit import read_headers
 from mergefs.errors import UserError
+from mergefs.json_input import load_json
 from mergefs.serve.zarr_store import METADATA
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _made(store: SessionStore, given: set[str]) -> Iterator[tuple[str, _Made]]:
     arrays: dict[str, _Made] = {}
     for key in sorted(key for key in given if _is_document(key)):
         path = key.removesuffix(METADATA).strip("/")
-        document = json.loads(store.value(key))
+        document = load_json(store.value(key))
         if others := set(document.get("attributes", {})) - _OWN_ATTRIBUTES:
             raise UserError(
                 f"'{path}' has the attribute '{min(others)}', which no file of the model can hold: delete it"
@@ -164,7 +165,7 @@ def _update_index(session: Session, home: dict[str, str]) -> None:
     file = session.tree.files().get(INDEX)
     if file is None:
         return
-    value = json.loads(file.read(0, file.size))
+    value = load_json(file.read(0, file.size))
     sizes = {}
     for path in set(home.values()):
         content = session.tree.file(path)

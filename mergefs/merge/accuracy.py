@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mergefs.blocks.checking import EVERY
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
 from mergefs.manifest import Tensor
@@ -89,7 +90,7 @@ def measure_error(
 
 def _sources(store: Store, plan: Plan, counter: ReadCounter) -> Sources:
     experts = tuple(store.manifest(expert) for expert in plan.experts)
-    reader = BlockReader(store.catalog, store.backend, counter)
+    reader = BlockReader(store.catalog, store.backend, counter, check=EVERY[store.check_blocks])
     return Sources(plan, store.manifest(plan.base), experts, reader)
 
 

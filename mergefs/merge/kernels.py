@@ -46,11 +46,17 @@ def combine(base, base_scale, deltas, coefficients, out):
         total[:] = 0.0
         k = 0
         while k + 4 <= coefficients.size:
-            four = deltas[k : k + 4, start:stop]
-            _add_four(total, coefficients[k : k + 4], four[0], four[1], four[2], four[3])
+            _add_four(
+                total,
+                coefficients[k : k + 4],
+                deltas[k][start:stop],
+                deltas[k + 1][start:stop],
+                deltas[k + 2][start:stop],
+                deltas[k + 3][start:stop],
+            )
             k += 4
         while k < coefficients.size:
-            _add(total, coefficients[k], deltas[k, start:stop])
+            _add(total, coefficients[k], deltas[k][start:stop])
             k += 1
         below = base[start:stop]
         found = out[start:stop]

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mergefs.blocks.checking import EVERY
 from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
-from mergefs.errors import UserError
+from mergefs.errors import CorruptionError, UserError
 from mergefs.hashing import Buffer
 from mergefs.manifest import Manifest
 from mergefs.planner import plan as plans
@@ -41,13 +42,18 @@ class Deriver:
         counter.add(Kind.METADATA, len(plan.encoded))
         self.plan = plan.id
         self._store = store
-        self._reader = BlockReader(store.catalog, store.backend, counter)
+        self._reader = BlockReader(store.catalog, store.backend, counter, check=EVERY[store.check_blocks])
         self._sources = Sources(
             plan,
             store.manifest(plan.base),
             tuple(store.manifest(expert) for expert in plan.experts),
             self._reader,
         )
+
+        for tensor in manifest.tensors:
+            below = self._sources.base.tensor_by_name.get(tensor.name)
+            if None in tensor.blocks and (below is None or below.shape != tensor.shape):
+                raise CorruptionError(f"tensor '{tensor.name}' of manifest {manifest.id} is not of its plan")
 
     def block(self, tensor: str, number: int) -> Buffer:
         """Return the bytes of a block of the merged tensor."""

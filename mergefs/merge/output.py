@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 from mergefs.blocks.reader import BlockReader, Kind
-from mergefs.checkpoint.companions import encoded, set_dtype, set_total_size
+from mergefs.checkpoint.companions import rewritten, set_dtype, set_total_size
 from mergefs.checkpoint.safetensors import build_header
 from mergefs.dtypes import DTYPES
 from mergefs.errors import CorruptionError
+from mergefs.json_input import load_json
 from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, TensorData
 from mergefs.merge.derive import output_dtype
 from mergefs.planner.plan import Plan
@@ -88,7 +88,7 @@ class Output:
             return FileRecipe(file.path, file.size, None if tensors else file.sha256, file.segments)
         old = self._content(FileRecipe(file.path, 0, None, tuple(_blobs(file))))
         try:
-            metadata = json.loads(old[8:]).get("__metadata__")
+            metadata = load_json(old[8:]).get("__metadata__")
         except ValueError as error:
             raise CorruptionError(f"the header of '{file.path}' is damaged: {error}") from error
         header = build_header([(t.name, t.dtype, t.shape) for t in tensors], metadata)
@@ -97,12 +97,9 @@ class Output:
         return FileRecipe(file.path, size, None, tuple(segments))
 
     def _rewritten(self, file: FileRecipe, change: Callable[[dict[str, Any]], None]) -> FileRecipe:
-        try:
-            value = json.loads(self._content(file))
-            change(value)
-        except (ValueError, AttributeError, TypeError):
-            return file  # not what transformers would write: left alone
-        data = encoded(value)
+        data = rewritten(self._content(file), change)
+        if data is None:
+            return file
         return FileRecipe(file.path, len(data), None, (self._store_blob(data),))
 
     def _retype_config(self, config: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from mergefs.blocks import codecs
+from mergefs.blocks.checking import EVERY
 from mergefs.blocks.joined import LONGEST, JoinedReads
 from mergefs.blocks.reader import BlockReader, ReadCounter, ReadTotals
 from mergefs.blocks.writer import BlockWriter
@@ -288,7 +289,7 @@ class Run:
             longest=self._longest,
             apart={location.pack for tiers in factors for location in tiers},
         )
-        reader = BlockReader(store.catalog, store.backend, self._counter, joined)
+        reader = BlockReader(store.catalog, store.backend, self._counter, joined, EVERY[store.check_blocks])
         return Sources(plan, self._base, self._experts, reader, self._factors)
 
     def _derive(self, writer: BlockWriter, sources: Sources, job: _Job) -> _Done:

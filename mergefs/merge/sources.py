@@ -16,6 +16,7 @@ from mergefs.blocks.tiers import class_order
 from mergefs.errors import CorruptionError
 from mergefs.manifest import Manifest, Tensor
 from mergefs.merge.expert import BaseBlock, ExpertReader, FactorCache, block_id
+from mergefs.merge.fitting import check_fits
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
 
 
@@ -43,6 +44,7 @@ class Sources:
         reader: BlockReader,
         factors: FactorCache | None = None,
     ) -> None:
+        check_fits(plan, base, experts)
         self.plan = plan
         self.base = base
         self.experts = experts

@@ -13,13 +13,19 @@ from typing import Any
 
 from mergefs import canonical
 from mergefs.blocks.encoding import EXACT as EXACT
+from mergefs.dtypes import DTYPES
 from mergefs.errors import CorruptionError, FormatVersionError
 from mergefs.hashing import hex_digest
-from mergefs.manifest import Blob, FileRecipe
+from mergefs.manifest import Blob, FileRecipe, decode_file
 from mergefs.merge.parameters import Scalar
+from mergefs.parts import cut, hex_id, items, natural, only, real, text
+from mergefs.planner.older import as_now
 
 FORMAT = "mergefs-plan"
 VERSION = 1
+_KEYS = frozenset(("format", "version", "method", "base", "experts", "baseless", "models", "numbers", "dtype", "seed"))
+_KEYS |= {"budget", "tensors", "recipe"}
+_DIGITS = frozenset("012349")
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ class Plan:
 
 
 def decode(data: bytes) -> Plan:
-    """Read a plan from its canonical form.
+    """Read a plan from its canonical form, or from one of those of earlier versions (spec/manifest.md).
 
     Raises:
         CorruptionError: when it is malformed.
@@ -181,41 +187,78 @@ def decode(data: bytes) -> Plan:
     try:
         if value["format"] != FORMAT:
             raise ValueError("it does not say that it is a plan")
-        if value["version"] != VERSION:
+        if type(value["version"]) is not int or value["version"] != VERSION:
             raise FormatVersionError(
                 f"the plan has version {value['version']!r}; this mergefs reads version {VERSION}: upgrade it"
             )
-        return Plan(
-            value["method"],
-            value["base"],
-            tuple(value["experts"]),
-            value["baseless"],
-            tuple(
-                Numbers(tuple(_decoded(e) for e in numbers["experts"]), _decoded(numbers["shared"]))
-                for numbers in value["numbers"]
-            ),
-            value["dtype"],
-            value["seed"],
-            value["budget"],
-            tuple(_tensor(item) for item in value["tensors"]),
-            value["recipe"],
-            tuple(value["models"]),
-            tuple(_file(item) for item in value["tokenizer"]) if "tokenizer" in value else None,
-            value.get("chat_template"),
+        value = as_now(value)
+        only(value, _KEYS | ({"tokenizer", "chat_template"} & set(value)))
+        found = Plan(
+            text(value["method"]),
+            hex_id(value["base"]),
+            tuple(hex_id(expert) for expert in items(value["experts"])),
+            _flag(value["baseless"]),
+            tuple(_numbers(numbers) for numbers in items(value["numbers"])),
+            None if value["dtype"] is None else DTYPES[value["dtype"]].name,
+            natural(value["seed"]),
+            None if value["budget"] is None else natural(value["budget"]),
+            tuple(_tensor(item) for item in items(value["tensors"])),
+            text(value["recipe"]),
+            tuple(hex_id(model) for model in items(value["models"])),
+            tuple(_file(item) for item in items(value["tokenizer"])) if "tokenizer" in value else None,
+            text(value["chat_template"]) if "chat_template" in value else None,
         )
+        _check(found)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptionError(f"a plan is malformed: {error!r}") from error
+        raise CorruptionError(f"a plan is malformed: {cut(repr(error))}") from error
+    vars(found)["encoded"] = bytes(data)  # it was canonical, and keeps its id in whatever form it is
+    return found
+
+
+def _check(plan: Plan) -> None:
+    """Check what one part of a plan says of another."""
+    if len(plan.tensor_by_name) != len(plan.tensors):
+        raise ValueError("a tensor is named twice")
+    count = len(plan.experts)
+    if any(len(numbers.experts) != count for numbers in plan.numbers):
+        raise ValueError("numbers of more or fewer experts than there are")
+    for tensor in plan.tensors:
+        if len(tensor.depths) != count or len(set(map(len, tensor.depths))) > 1:
+            raise ValueError(f"tensor {tensor.name!r} has depths of other experts or blocks")
+        if tensor.numbers >= len(plan.numbers):
+            raise ValueError(f"tensor {tensor.name!r} has numbers that there are not")
+        if not {len(tensor.thresholds), len(tensor.ceilings)} <= {0, count}:
+            raise ValueError(f"tensor {tensor.name!r} has thresholds of other experts")
 
 
 def _tensor(value: dict[str, Any]) -> TensorPlan:
+    only(value, {"name", "depths", "thresholds", "numbers", "factors", "ceilings"})
+    depths = tuple(text(digits) for digits in items(value["depths"]))
+    if not all(set(digits) <= _DIGITS for digits in depths):
+        raise ValueError(f"{depths!r} are not depths")
     return TensorPlan(
-        value["name"],
-        tuple(value["depths"]),
-        tuple(float(x) for x in value["thresholds"]),
-        int(value["numbers"]),
-        tuple(float(x) for x in value["factors"]),
-        tuple(float(x) for x in value["ceilings"]),
+        text(value["name"]),
+        depths,
+        _reals(value["thresholds"]),
+        natural(value["numbers"]),
+        _reals(value["factors"]),
+        _reals(value["ceilings"]),
     )
+
+
+def _numbers(value: dict[str, Any]) -> Numbers:
+    only(value, {"experts", "shared"})
+    return Numbers(tuple(_decoded(expert) for expert in items(value["experts"])), _decoded(value["shared"]))
+
+
+def _reals(value: Any) -> tuple[float, ...]:
+    return tuple(real(x) for x in items(value))
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"{value!r} is no flag")
+    return value
 
 
 def _encoded(values: Mapping[str, Scalar]) -> dict[str, Any]:
@@ -223,7 +266,7 @@ def _encoded(values: Mapping[str, Scalar]) -> dict[str, Any]:
 
 
 def _decoded(values: dict[str, Any]) -> dict[str, Scalar]:
-    return {name: value if isinstance(value, bool) else float(value) for name, value in values.items()}
+    return {name: value if isinstance(value, bool) else real(value) for name, value in values.items()}
 
 
 def _encoded_file(file: FileRecipe) -> dict[str, Any]:
@@ -232,5 +275,8 @@ def _encoded_file(file: FileRecipe) -> dict[str, Any]:
 
 
 def _file(value: dict[str, Any]) -> FileRecipe:
-    segments = tuple(Blob(segment["blob"], segment["size"]) for segment in value["segments"])
-    return FileRecipe(value["path"], value["size"], value["sha256"], segments)
+    found = decode_file(value)
+    sizes = [segment.size for segment in found.segments if isinstance(segment, Blob)]
+    if len(sizes) != len(found.segments) or sum(sizes) != found.size:
+        raise ValueError(f"file {found.path!r} is not of blobs that add up to it")
+    return found

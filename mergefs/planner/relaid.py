@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+from mergefs.checkpoint.companions import rewritten
 from mergefs.checkpoint.safetensors import build_header
 from mergefs.errors import CorruptionError
+from mergefs.json_input import load_json
 from mergefs.manifest import Blob, FileRecipe, Manifest, Tensor, TensorData
 from mergefs.planner.vocabulary import ReadBlob
 
@@ -51,7 +53,7 @@ def relaid(
 
 def _weights(file: FileRecipe, tensors: list[Tensor], read: ReadBlob, store_blob: StoreBlob) -> FileRecipe:
     try:
-        metadata = json.loads(_content(file, read)[8:]).get("__metadata__")
+        metadata = load_json(_content(file, read)[8:]).get("__metadata__")
     except ValueError as error:
         raise CorruptionError(f"the header of '{file.path}' is damaged: {error}") from error
     header = store_blob(build_header([(t.name, t.dtype, t.shape) for t in tensors], metadata))
@@ -60,13 +62,14 @@ def _weights(file: FileRecipe, tensors: list[Tensor], read: ReadBlob, store_blob
 
 
 def _index(file: FileRecipe, where: dict[str, str], size: int, read: ReadBlob, store_blob: StoreBlob) -> FileRecipe:
-    try:
-        index = json.loads(_content(file, read))
+    def change(index: dict[str, Any]) -> None:
         index["weight_map"] = where
         index.setdefault("metadata", {})["total_size"] = size
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CorruptionError(f"the index '{file.path}' is damaged: {error}") from error
-    blob = store_blob((json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+
+    data = rewritten(_content(file, read), change)
+    if data is None:
+        raise CorruptionError(f"the index '{file.path}' is damaged: ingest the checkpoint again with a sound one")
+    blob = store_blob(data)
     return replace(file, size=blob.size, sha256=None, segments=(blob,))
 
 

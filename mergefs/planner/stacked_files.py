@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mergefs.checkpoint.companions import rewritten
 from mergefs.checkpoint.safetensors import build_header
+from mergefs.json_input import load_json
 from mergefs.manifest import Blob, FileRecipe, Manifest, Tensor, TensorData
 from mergefs.planner.relaid import WEIGHT_INDEX, StoreBlob
 from mergefs.planner.vocabulary import ReadBlob
@@ -49,23 +50,28 @@ def stacked_files(
     header = store_blob(build_header([(t.name, t.dtype, t.shape) for t in tensors], {"format": "pt"}))
     size = header.size + sum(tensor.nbytes for tensor in tensors)
     files[WEIGHTS] = FileRecipe(WEIGHTS, size, None, (header, *(TensorData(t.name) for t in tensors)))
-    config = _config(model, read)
-    if config is not None:
-        _fit(config, origins, [_config(origin.model, read) or {} for origin in origins])
-        data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    theirs = [_config(origin.model, read) or {} for origin in origins]
+    content = None if _config(model, read) is None else _content(model, read)
+    data = None if content is None else rewritten(content, lambda config: _fit(config, origins, theirs))
+    if data is not None:
         files["config.json"] = FileRecipe("config.json", len(data), None, (store_blob(data),))
     return tuple(files[path] for path in sorted(files)), tuple(tensors)
 
 
 def _config(model: Manifest, read: ReadBlob) -> dict[str, Any] | None:
-    file = model.file_by_path.get("config.json")
-    if file is None:
-        return None
+    data = _content(model, read)
     try:
-        value = json.loads(b"".join(read(segment) for segment in file.segments if isinstance(segment, Blob)))
+        value = None if data is None else load_json(data)
     except ValueError:
         return None  # not what transformers would write: left alone
     return value if isinstance(value, dict) else None
+
+
+def _content(model: Manifest, read: ReadBlob) -> bytes | None:
+    file = model.file_by_path.get("config.json")
+    if file is None:
+        return None
+    return b"".join(read(segment) for segment in file.segments if isinstance(segment, Blob))
 
 
 def _fit(config: dict[str, Any], origins: Sequence[Origin], theirs: Sequence[dict[str, Any]]) -> None:

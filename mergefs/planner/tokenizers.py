@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mergefs.errors import RecipeError
+from mergefs.json_input import load_json
 from mergefs.manifest import Blob, FileRecipe, Manifest
 from mergefs.planner.vocabulary import ReadBlob, embedding
 from mergefs.recipe import Recipe
@@ -115,7 +115,11 @@ def _tokens(model: Manifest, read: ReadBlob) -> dict[str, int]:
     if isinstance(vocabulary, dict):
         found = {token: number for token, number in vocabulary.items() if isinstance(number, int)}
     elif isinstance(vocabulary, list):
-        found = {item[0]: number for number, item in enumerate(vocabulary) if isinstance(item, list) and item}
+        found = {
+            item[0]: number
+            for number, item in enumerate(vocabulary)
+            if isinstance(item, list) and item and isinstance(item[0], str)
+        }
     added = value.get("added_tokens")
     for item in added if isinstance(added, list) else ():
         if isinstance(item, dict) and isinstance(item.get("id"), int) and isinstance(item.get("content"), str):
@@ -126,7 +130,7 @@ def _tokens(model: Manifest, read: ReadBlob) -> dict[str, int]:
 def _json(model: Manifest, path: str, read: ReadBlob) -> dict[str, Any]:
     file = model.file_by_path.get(path)
     try:
-        value = None if file is None else json.loads(_content(file, read))
+        value = None if file is None else load_json(_content(file, read))
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {}

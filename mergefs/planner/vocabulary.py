@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
+from mergefs.json_input import load_json
 from mergefs.manifest import Blob, Manifest, Tensor
 
 _EMBEDDINGS = (
@@ -44,7 +44,7 @@ def ties(model: Manifest, read: ReadBlob) -> bool:
     config = None
     if file is not None:
         try:
-            config = json.loads(b"".join(read(s) for s in file.segments if isinstance(s, Blob)))
+            config = load_json(b"".join(read(s) for s in file.segments if isinstance(s, Blob)))
         except ValueError:
             config = None
     said = config.get("tie_word_embeddings") if isinstance(config, dict) else None

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from mergefs.backend import flush_folder
 from mergefs.errors import DestinationError, MergefsError
 from mergefs.hashing import Buffer
+from mergefs.json_input import load_json
 from mergefs.serve.layout import OutputFile
 from mergefs.units import format_size
 
@@ -50,7 +51,12 @@ class Destination(Protocol):
 
 @contextmanager
 def opened(
-    target: str | os.PathLike[str], key: str, files: list[OutputFile], options: dict[str, Any] | None = None
+    target: str | os.PathLike[str],
+    key: str,
+    files: list[OutputFile],
+    options: dict[str, Any] | None = None,
+    *,
+    sync: bool = True,
 ) -> Iterator[Destination]:
     """Give a destination to fill, which becomes visible as a model when the block ends well.
 
@@ -59,13 +65,14 @@ def opened(
         key: the same for exports that write the same files, a name for a file.
         files: that are going to be written.
         options: for fsspec, with a URL.
+        sync: flush what is written to the disk, where it is a folder of this machine.
 
     Raises:
         DestinationError: when the target holds anything, or cannot be written.
     """
     text = os.fspath(target)
     if "://" not in text and "::" not in text:
-        with _local(Path(text), key, files) as destination:
+        with _local(Path(text), key, files, sync=sync) as destination:
             yield destination
         return
     import fsspec
@@ -73,7 +80,7 @@ def opened(
     with _reaching(text):
         fs, root = fsspec.url_to_fs(text, **(options or {}))
     if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
-        with _local(Path(root), key, files) as destination:
+        with _local(Path(root), key, files, sync=sync) as destination:
             yield destination
         return
     with _remote(fs, root, text, key) as elsewhere:
@@ -86,8 +93,9 @@ def opened(
 class _LocalFolder:
     """A hidden folder beside the one that it is going to be."""
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Path, key: str, *, sync: bool) -> None:
         self.folder = folder
+        self._sync = sync
         self._unfinished = folder / f".unfinished-{key}"
 
     def has(self, file: OutputFile) -> bool:
@@ -106,14 +114,15 @@ class _LocalFolder:
             target.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            with _Flusher(descriptor) as flusher:
+            with _Flusher(descriptor, sync=self._sync) as flusher:
                 for buffer in buffers:
                     with writing(target):
                         write(descriptor, buffer)
                         flusher.wrote(len(buffer))
                 with writing(target):
                     flusher.finish()
-                    os.fsync(descriptor)
+                    if self._sync:
+                        os.fsync(descriptor)
             with writing(target):
                 os.rename(temporary, target)
         finally:
@@ -133,6 +142,17 @@ class _LocalFolder:
     def finish(self, files: list[OutputFile]) -> None:
         """Make everything durable and leave nothing but the files."""
         shutil.rmtree(self._unfinished, ignore_errors=True)
+        there = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if not path.is_dir()}
+        lost = sorted({file.path for file in files} - there)
+        if lost:
+            raise DestinationError(
+                f"'{lost[0]}' is not there after it was written: {self.folder.parent} does not tell names apart that"
+                " differ in case only; export to another file system"
+            )
+        for name in sorted(there - {file.path for file in files}):
+            (self.folder / name).unlink()  # of an earlier export that was interrupted
+        if not self._sync:
+            return
         for path in {self.folder, *(parent for file in files for parent in _parents(self.folder, file.path))}:
             _flush_folder(path)
 
@@ -145,7 +165,8 @@ class _LocalFolder:
 class _Flusher:
     """Has the kernel write a file to the disk while more of it is being made."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, sync: bool) -> None:
+        self._sync = sync
         self._descriptor = descriptor
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mergefs-flush")
         self._running: Future[None] | None = None
@@ -159,7 +180,7 @@ class _Flusher:
 
     def wrote(self, size: int) -> None:
         self._dirty += size
-        if self._dirty >= _FLUSH_BYTES and (self._running is None or self._running.done()):
+        if self._sync and self._dirty >= _FLUSH_BYTES and (self._running is None or self._running.done()):
             self.finish()
             self._running = self._thread.submit(os.fdatasync, self._descriptor)
             self._dirty = 0
@@ -171,12 +192,12 @@ class _Flusher:
 
 
 @contextmanager
-def _local(directory: Path, key: str, files: list[OutputFile]) -> Iterator[_LocalFolder]:
+def _local(directory: Path, key: str, files: list[OutputFile], *, sync: bool) -> Iterator[_LocalFolder]:
     destination = Path(os.path.realpath(directory))
     _check_destination(destination, directory)
     made = [parent for parent in destination.parents if not parent.exists()]
     part = destination.parent / f".{destination.name[:200]}.part-{key}"
-    folder = _LocalFolder(part, key)
+    folder = _LocalFolder(part, key, sync=sync)
     lock = -1
     try:
         with writing(directory):
@@ -201,8 +222,9 @@ def _local(directory: Path, key: str, files: list[OutputFile]) -> Iterator[_Loca
     finally:
         if lock >= 0:
             os.close(lock)
-    with suppress(OSError):
-        _flush_folder(destination.parent)
+    if sync:
+        with suppress(OSError):
+            _flush_folder(destination.parent)
 
 
 def _abandon(folder: _LocalFolder, files: list[OutputFile], error: BaseException, destination: Path) -> None:
@@ -219,7 +241,11 @@ def _abandon(folder: _LocalFolder, files: list[OutputFile], error: BaseException
 def _locked(part: Path, asked: Path) -> int:
     """Return the descriptor that holds the lock of a folder, for as long as it is open."""
     with writing(asked):
-        descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # In a folder where others may write, somebody may have made it to have a hand in the export.
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
+        raise DestinationError(f"{part} belongs to another user: export to a folder that only you can write to")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         mine = os.fstat(descriptor).st_ino == os.stat(part).st_ino
@@ -298,7 +324,7 @@ class _RemoteFolder:
             present = self._fs.find(self._root) if self._fs.exists(self._root) else []
             if not present:
                 self._fs.makedirs(self._root, exist_ok=True)
-            elif not self._fs.exists(marker) or (known := json.loads(self._fs.cat_file(marker)))["export"] != self._key:
+            elif not self._fs.exists(marker) or (known := load_json(self._fs.cat_file(marker)))["export"] != self._key:
                 raise DestinationError(f"{self._url} is not an empty folder: name one that does not exist yet")
             else:
                 self._finished = dict(known["finished"])

@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def export(
     key = hex_digest(json.dumps([view.manifest_id, shard_size, converted.name if converted else None]).encode())[:16]
     told = _Told(progress, total)
     sums: dict[str, str] = {}
-    with opened(directory, key, files, storage_options) as destination:
+    with opened(directory, key, files, storage_options, sync=view.store.sync) as destination:
         missing = [file for file in files if not destination.has(file)]
         told.add(total - sum(file.size for file in missing))
         sums = _write_all(missing, destination, threads or available_cores(), told)
@@ -101,7 +101,7 @@ def export(
             _verify(files, destination, sums)
     for file in files:
         if file.is_stored and file.sha256 is None and file.path in sums:
-            _remember(view, file.path, sums[file.path])
+            remember(view, file.path, sums[file.path])
     return ExportReport(directory, len(files), total, len(files) - len(missing), verify, time.monotonic() - began)
 
 
@@ -188,7 +188,7 @@ def _verify(files: list[OutputFile], destination: Destination, written: dict[str
     Raises:
         DestinationError: when something was.
     """
-    wrong = [f for f in files if destination.sha256(f.path) != (written.get(f.path) or f.sha256 or _sum(f.parts))]
+    wrong = [f for f in files if destination.sha256(f.path) != (written.get(f.path) or expected_sha256(f))]
     for file in wrong:
         destination.remove(file.path)
     if wrong:
@@ -196,14 +196,18 @@ def _verify(files: list[OutputFile], destination: Destination, written: dict[str
         raise DestinationError(f"{names}: other bytes are read than were written, so the disk or network is at fault")
 
 
-def _sum(parts: Iterable[Part]) -> str:
+def expected_sha256(file: OutputFile, threads: int = 1) -> str:
+    """Return the SHA-256 that a file of an export has, made from its blocks where it is not known."""
+    if file.sha256 is not None:
+        return file.sha256
     sha256 = hashlib.sha256()
-    for part in parts:
-        sha256.update(part())
+    for buffer in ordered(_call, file.parts, threads=threads, window=2 * threads + 2):
+        sha256.update(buffer)
     return sha256.hexdigest()
 
 
-def _remember(view: View, path: str, sha256: str) -> None:
+def remember(view: View, path: str, sha256: str) -> None:
+    """Keep the SHA-256 of a stored file, for the next who asks."""
     # It only saves the next reader some work: a catalog that cannot be written is no reason to fail.
     with suppress(MergefsError, OSError):
         view.store.remember_sha256(view.manifest_id, path, sha256)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mergefs.blocks.floats import from_float, to_float
 from mergefs.checkpoint import adapter
-from mergefs.checkpoint.companions import encoded, set_dtype, set_total_size, weight_index
+from mergefs.checkpoint.companions import rewritten, set_dtype, set_total_size, weight_index
 from mergefs.checkpoint.directory import INDEX, SINGLE
 from mergefs.checkpoint.safetensors import build_header
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import CorruptionError, UserError
 from mergefs.hashing import Buffer
+from mergefs.json_input import load_json
 from mergefs.manifest import Blob, FileRecipe, Tensor, TensorData
 from mergefs.serve.view import View
 
 CONFIG = "config.json"
-_DTYPES = {DTYPES[name].torch_name: DTYPES[name] for name in ("BF16", "F16", "F32")}
+OUTPUT_DTYPES = {DTYPES[name].torch_name: DTYPES[name] for name in ("BF16", "F16", "F32")}
 
 Part = Callable[[], Buffer]
 """Makes a run of a file's bytes, on any thread."""
@@ -52,9 +52,9 @@ def output_dtype(name: str | None) -> DType | None:
     """
     if name is None:
         return None
-    if name not in _DTYPES:
-        raise UserError(f"'{name}' is not a dtype to export to: use {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in OUTPUT_DTYPES:
+        raise UserError(f"'{name}' is not a dtype to export to: use {', '.join(OUTPUT_DTYPES)}")
+    return OUTPUT_DTYPES[name]
 
 
 def lay_out(view: View, shard_size: int | None = None, dtype: DType | None = None) -> list[OutputFile]:
@@ -71,7 +71,7 @@ def lay_out(view: View, shard_size: int | None = None, dtype: DType | None = Non
         CorruptionError: when the header of a file of weights is damaged.
     """
     manifest = view.manifest
-    weights = [file for file in manifest.files if any(isinstance(s, TensorData) for s in file.segments)]
+    weights = weight_files(view)
     if shard_size is not None and shard_size < 1:
         raise UserError(f"a shard size of {shard_size} bytes: give at least one byte")
     if shard_size is not None and any(file.path == adapter.WEIGHTS for file in weights):
@@ -80,10 +80,7 @@ def lay_out(view: View, shard_size: int | None = None, dtype: DType | None = Non
         dtype = None
     made: dict[str, OutputFile] = {}
     if shard_size is not None and weights:
-        metadata: dict[str, str] = {}
-        for file in reversed(weights):
-            metadata |= _metadata(view, file) or {}
-        made = _shards(view, shard_size, dtype, metadata or None)
+        made = _shards(view, shard_size, dtype, shards_metadata(view))
         others = [f for f in manifest.files if f not in weights and f.path != INDEX]
     elif dtype is not None:
         made = {file.path: _retyped(view, file, dtype) for file in weights}
@@ -96,12 +93,26 @@ def lay_out(view: View, shard_size: int | None = None, dtype: DType | None = Non
     return sorted(made.values(), key=lambda f: (f.path not in heavy, f.path == CONFIG, f.path))
 
 
+def weight_files(view: View) -> list[FileRecipe]:
+    """Return the model's files that have tensors in them."""
+    return [file for file in view.manifest.files if any(isinstance(s, TensorData) for s in file.segments)]
+
+
+def shards_metadata(view: View) -> dict[str, str] | None:
+    """Return the `__metadata__` of every shard of an export, the first of the model's files before others."""
+    metadata: dict[str, str] = {}
+    for file in reversed(weight_files(view)):
+        metadata |= file_metadata(view, file) or {}
+    return metadata or None
+
+
 def _fixed() -> list[DType]:
     """Return the dtypes that are never converted."""
     return [dtype for dtype in DTYPES.values() if not dtype.is_float]
 
 
-def _converted(tensor: Tensor, dtype: DType | None) -> DType:
+def converted_dtype(tensor: Tensor, dtype: DType | None) -> DType:
+    """Return the dtype that a tensor has in an export to `dtype`."""
     return dtype if dtype is not None and tensor.dtype.is_float else tensor.dtype
 
 
@@ -110,7 +121,7 @@ def _companion(view: View, file: FileRecipe, dtype: DType | None) -> OutputFile:
     if dtype is not None and file.path == CONFIG:
         return _rewritten(view, file, lambda config: set_dtype(config, dtype))
     if dtype is not None and file.path == INDEX:
-        size = sum(tensor.elements * _converted(tensor, dtype).itemsize for tensor in view.manifest.tensors)
+        size = sum(tensor.elements * converted_dtype(tensor, dtype).itemsize for tensor in view.manifest.tensors)
         return _rewritten(view, file, lambda index: set_total_size(index, size))
     return _stored(view, file)
 
@@ -121,12 +132,8 @@ def _stored(view: View, file: FileRecipe) -> OutputFile:
 
 
 def _rewritten(view: View, file: FileRecipe, change: Callable[[dict[str, Any]], None]) -> OutputFile:
-    try:
-        value = json.loads(view.read(file.path))
-        change(value)
-    except (ValueError, AttributeError, TypeError, KeyError):
-        return _stored(view, file)  # not what transformers would write: left alone
-    return _literal(file.path, encoded(value))
+    data = rewritten(view.read(file.path), change)
+    return _stored(view, file) if data is None else _literal(file.path, data)
 
 
 def _literal(path: str, data: bytes) -> OutputFile:
@@ -135,7 +142,7 @@ def _literal(path: str, data: bytes) -> OutputFile:
 
 def _retyped(view: View, file: FileRecipe, dtype: DType) -> OutputFile:
     tensors = [view.tensors[s.tensor] for s in file.segments if isinstance(s, TensorData)]
-    return _weights(view, file.path, tensors, dtype, _metadata(view, file))
+    return _weights(view, file.path, tensors, dtype, file_metadata(view, file))
 
 
 def _shards(view: View, shard_size: int, dtype: DType | None, metadata: dict[str, str] | None) -> dict[str, OutputFile]:
@@ -146,7 +153,7 @@ def _shards(view: View, shard_size: int, dtype: DType | None, metadata: dict[str
     paths = [f"model-{number:05}-of-{count}.safetensors" for number in range(1, len(groups) + 1)]
     files = {path: _weights(view, path, group, dtype, metadata) for path, group in zip(paths, groups, strict=True)}
     home = {tensor.name: path for path, group in zip(paths, groups, strict=True) for tensor in group}
-    size = sum(tensor.elements * _converted(tensor, dtype).itemsize for tensor in view.manifest.tensors)
+    size = sum(tensor.elements * converted_dtype(tensor, dtype).itemsize for tensor in view.manifest.tensors)
     return {**files, INDEX: _literal(INDEX, weight_index(home, size))}
 
 
@@ -155,7 +162,7 @@ def _grouped(tensors: Iterable[Tensor], shard_size: int, dtype: DType | None) ->
     group: list[Tensor] = []
     filled = 0
     for tensor in tensors:
-        size = tensor.elements * _converted(tensor, dtype).itemsize
+        size = tensor.elements * converted_dtype(tensor, dtype).itemsize
         if group and filled + size > shard_size:
             yield group
             group, filled = [], 0
@@ -167,21 +174,36 @@ def _grouped(tensors: Iterable[Tensor], shard_size: int, dtype: DType | None) ->
 def _weights(
     view: View, path: str, tensors: list[Tensor], dtype: DType | None, metadata: dict[str, str] | None
 ) -> OutputFile:
-    # Wide elements first, so that each tensor begins at a multiple of its element size, as loaders like it.
-    ordered = sorted(tensors, key=lambda tensor: -_converted(tensor, dtype).itemsize)
-    header = build_header([(t.name, _converted(t, dtype), t.shape) for t in ordered], metadata)
+    ordered, header = arranged(tensors, dtype, metadata)
     parts: list[Part] = [lambda: header]
     for tensor in ordered:
-        parts += [_tensor_part(view, tensor, number, _converted(tensor, dtype)) for number in range(len(tensor.blocks))]
-    size = len(header) + sum(t.elements * _converted(t, dtype).itemsize for t in ordered)
+        parts += [
+            tensor_part(view, tensor, number, converted_dtype(tensor, dtype)) for number in range(len(tensor.blocks))
+        ]
+    size = len(header) + sum(t.elements * converted_dtype(t, dtype).itemsize for t in ordered)
     return OutputFile(path, size, None, parts, False)
+
+
+def arranged(tensors: list[Tensor], dtype: DType | None, metadata: dict[str, str] | None) -> tuple[list[Tensor], bytes]:
+    """Return the tensors of a file of weights in the order in which an export writes them, and the file's header.
+
+    Args:
+        tensors: in the order of the model.
+        dtype: of the float ones; None for their own.
+        metadata: of the file.
+    """
+    # Wide elements first, so that each tensor begins at a multiple of its element size, as loaders like it.
+    ordered = sorted(tensors, key=lambda tensor: -converted_dtype(tensor, dtype).itemsize)
+    return ordered, build_header([(t.name, converted_dtype(t, dtype), t.shape) for t in ordered], metadata)
 
 
 def _file_part(view: View, path: str, number: int) -> Part:
     return lambda: view.part(path, number)
 
 
-def _tensor_part(view: View, tensor: Tensor, number: int, dtype: DType) -> Part:
+def tensor_part(view: View, tensor: Tensor, number: int, dtype: DType) -> Part:
+    """Return what makes the bytes of a tensor's block in a dtype."""
+
     def make() -> Buffer:
         raw = view.fresh_block(tensor, number)
         return raw if dtype is tensor.dtype else from_float(to_float(raw, tensor.dtype), dtype)
@@ -189,7 +211,7 @@ def _tensor_part(view: View, tensor: Tensor, number: int, dtype: DType) -> Part:
     return make
 
 
-def _metadata(view: View, file: FileRecipe) -> dict[str, str] | None:
+def file_metadata(view: View, file: FileRecipe) -> dict[str, str] | None:
     """Return the `__metadata__` of a file of weights."""
     size = 0
     for segment in file.segments:
@@ -197,7 +219,7 @@ def _metadata(view: View, file: FileRecipe) -> dict[str, str] | None:
             break
         size += segment.size
     try:
-        found = json.loads(view.read(file.path, 8, size - 8)).get("__metadata__")
+        found = load_json(view.read(file.path, 8, size - 8)).get("__metadata__")
     except (ValueError, AttributeError) as error:
         raise CorruptionError(f"the header of '{file.path}' is damaged: {error}") from error
     return None if found is None else dict(found)

@@ -77,6 +77,7 @@ def mount(
     cache_size: int = DEFAULT_CACHE_BYTES,
     keep: int = 0,
     store: bool = False,
+    sync: bool = True,
 ) -> MountInfo:
     """Mount one model, or with `ref` None everything, at `directory`; return when the mount serves.
 
@@ -91,6 +92,7 @@ def mount(
         cache_size: bytes of decoded blocks that it keeps in memory, for all models together.
         keep: bytes of derived blocks of lazy merges that it keeps in a file of the repository while it lives.
         store: store derived blocks of lazy merges in packs.
+        sync: flush what is stored, leases included, to the disk.
 
     Raises:
         UserError: when derived blocks are to be kept in a file and stored as well, or a size is negative.
@@ -111,6 +113,7 @@ def mount(
     options += [] if ref is None else [f"--ref={ref}"]
     options += ["--allow-other"] if allow_other else []
     options += [f"--cache-size={cache_size}", f"--keep={keep}", *(["--store"] if store else [])]
+    options += [] if sync else ["--no-sync"]
     with _Endings(foreground) as endings:
         try:
             process = _start([*options, *_log_options(log, foreground), "--", str(point)], foreground)

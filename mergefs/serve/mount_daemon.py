@@ -342,7 +342,7 @@ def _run(options: argparse.Namespace, ready: Callable[[], None]) -> None:
     began = time.time()
     readonly = (options.repo / "catalog").is_dir() and not os.access(options.repo / "catalog", os.W_OK)
     with ExitStack() as stack:
-        repository = stack.enter_context(Repository.open(options.repo, readonly=readonly))
+        repository = stack.enter_context(Repository.open(options.repo, readonly=readonly, sync=not options.no_sync))
         served = ServedModels(repository, Keeping(options.cache_size, options.keep, options.store))
         stack.callback(served.close)
         tree: Tree = AllModels(served) if options.ref is None else SingleModel(served, options.ref)
@@ -429,6 +429,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-size", type=int, required=True, help="bytes of decoded blocks kept in memory")
     parser.add_argument("--keep", type=int, default=0, help="bytes of derived blocks kept in a file")
     parser.add_argument("--store", action="store_true", help="store derived blocks in packs")
+    parser.add_argument("--no-sync", action="store_true", help="flush nothing to the disk")
     return parser
 
 

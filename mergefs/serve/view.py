@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from mergefs.blocks.reader import BlockReader, Kind, ReadCounter
-from mergefs.errors import NotFoundError
+from mergefs.errors import CorruptionError, NotFoundError
 from mergefs.hashing import Buffer
 from mergefs.manifest import Blob, FileRecipe, Manifest, Tensor
 from mergefs.merge.lazy import Deriver, load_plan
@@ -303,10 +303,14 @@ class View:
     def _make(self, part: _Part) -> Buffer:
         if part.block is not None:
             kind = Kind.METADATA if part.tensor is None else Kind.BASE
-            return self._reader.read(bytes.fromhex(part.block), kind)
-        assert part.tensor is not None
-        derived = partial(self._deriver.block, part.tensor.name, part.number)
-        return derived() if self._kept is None else self._kept.get(self._deriver, part.tensor, part.number, derived)
+            made = self._reader.read(bytes.fromhex(part.block), kind)
+        else:
+            assert part.tensor is not None
+            derived = partial(self._deriver.block, part.tensor.name, part.number)
+            made = derived() if self._kept is None else self._kept.get(self._deriver, part.tensor, part.number, derived)
+        if len(made) != part.size:
+            raise CorruptionError(f"a block of {len(made)} bytes where manifest {self.manifest_id} says {part.size}")
+        return made
 
     def _file(self, path: str) -> FileRecipe:
         try:

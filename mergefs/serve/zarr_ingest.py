@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from bisect import bisect_right
@@ -19,7 +20,7 @@ from mergefs.blocks.geometry import Grid, grid
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.checkpoint.directory import INDEX, SINGLE, Checkpoint, CheckpointFile, companions
 from mergefs.checkpoint.safetensors import Header, TensorEntry, build_header
-from mergefs.checkpoint.strict import quote
+from mergefs.checkpoint.strict import LARGEST, quote
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import CheckpointError, UserError
 from mergefs.hashing import Buffer
@@ -36,6 +37,9 @@ SLAB_BYTES = 8 << 20
 
 MOST_SLAB_BYTES = 256 << 20
 """The most that is read at once so that a chunk need not be decoded again for the next part of it."""
+
+MOST_CHUNK_BYTES = 1 << 30
+"""Zarr decodes a chunk whole."""
 
 _BY_NUMPY = {dtype.numpy_name: dtype for dtype in DTYPES.values()}
 
@@ -244,10 +248,14 @@ def _arrays(group: zarr.Group, where: str) -> list[_Array]:
     with warnings.catch_warnings():
         # Configuration and tokenizer may lie beside the arrays.
         warnings.filterwarnings("ignore", message="Object at .* is not recognized")
-        members = group.members(max_depth=None)
+        try:
+            members = group.members(max_depth=None)
+        except Exception as error:  # of whatever kind: the metadata is a stranger's, and Zarr does not check all of it
+            raise CheckpointError(f"{where}: the Zarr group cannot be read: {error}; mend or write it again") from error
     for path, node in members:
         if not isinstance(node, zarr.Array):
             continue
+        _check_sound(node, f"{where}: the array {quote(path)}")
         dtype = _BY_NUMPY.get(node.dtype.newbyteorder("=").name)
         if dtype is None:
             known = ", ".join(_BY_NUMPY)
@@ -262,6 +270,18 @@ def _arrays(group: zarr.Group, where: str) -> list[_Array]:
         raise CheckpointError(f"{where}: the Zarr group has no array; name the group of a model")
     # As the safetensors library orders them.
     return sorted(found.values(), key=lambda array: (-array.dtype.itemsize, array.name))
+
+
+def _check_sound(array: zarr.Array[Any], what: str) -> None:
+    """Refuse what an array of a stranger may say that could run code, or take memory that nothing accounts for."""
+    described = json.dumps(array.metadata.to_dict(), default=str)
+    if "pickle" in described:
+        raise CheckpointError(f"{what} is pickled, which mergefs does not read: write it with another codec")
+    if not isinstance(array.metadata.attributes, Mapping):
+        raise CheckpointError(f"{what} has attributes that are not an object; write it again")
+    size = array.dtype.itemsize
+    if prod(array.chunks) * size > MOST_CHUNK_BYTES or prod(array.shape) * size > LARGEST:
+        raise CheckpointError(f"{what} has chunks of more than 1 GiB, or is larger than any file; write it again")
 
 
 def _tensor_name(path: str, array: zarr.Array[Any]) -> str:

@@ -13,6 +13,7 @@ from numcodecs import zstd
 from numpy.typing import NDArray
 
 from mergefs.blocks.tiers.layout import COARSE_TIERS
+from mergefs.blocks.zstd_frames import decompress
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import name_key
 from mergefs.errors import CorruptionError
@@ -40,6 +41,8 @@ SKETCHED_FROM = 1 << 14
 _HEADER = struct.Struct("<4sIIIIIQ")
 _MAGIC = b"mst3"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_LARGEST = 1 << 24
+"""Bytes of a distribution: some 100,000 numbers."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,16 @@ class Distribution:
         planes = (array.view(np.uint8).reshape(len(array), array.itemsize).T.tobytes() for array in (gaps, numbers))
         return self.sample.astype("<u2").T.tobytes() + b"".join(planes) + self.thresholds.astype("<f4").tobytes()
 
+    @staticmethod
+    def _size(elements: int, sampled: int, bins: int, ranks: int) -> int:
+        """Return how many bytes `_pack` makes."""
+        return 2 * TIERS * sampled + 2 * bins + _count_type(elements).itemsize * (2 * bins + ranks) + 4 * ranks
+
     @classmethod
     def _unpack(cls, data: bytes, elements: int, sampled: int, bins: int, ranks: int) -> Self:
         dtype = _count_type(elements)
         count, width = 2 * bins + ranks, dtype.itemsize
-        if len(data) != 2 * TIERS * sampled + 2 * bins + width * count + 4 * ranks:
+        if len(data) != cls._size(elements, sampled, bins, ranks):
             raise ValueError("arrays of another size than the header says")
         at = 2 * TIERS * sampled
         sample = np.frombuffer(data, "<u2", TIERS * sampled).reshape(TIERS, sampled).T
@@ -161,9 +169,12 @@ class TensorStatistics:
             CorruptionError: when the value is damaged.
         """
         try:
-            data = bytes(zstd.decompress(self.packed)) if any(self.counts) else self.packed
+            size = Distribution._size(self.elements, *self.counts)
+            if size > _LARGEST:
+                raise ValueError(f"a distribution of {size} bytes")
+            data = decompress(self.packed, size).tobytes() if size else self.packed
             return Distribution._unpack(data, self.elements, *self.counts)
-        except (ValueError, RuntimeError, MemoryError) as error:
+        except (ValueError, RuntimeError) as error:
             raise CorruptionError(f"the catalog's statistics of a tensor are damaged: {error}") from error
 
     def with_bytes(self, bytes_of: Mapping[int, tuple[int, ...]]) -> Self:

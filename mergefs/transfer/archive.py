@@ -19,8 +19,19 @@ from mergefs.blocks.pack import NO_BASE, PackWriter, Record, pack_name, read_tab
 from mergefs.catalog.tables import Location
 from mergefs.errors import CorruptionError, FormatVersionError, NotFoundError, RefMovedError, UserError
 from mergefs.hashing import hex_digest, is_hex_id, is_hex_prefix
+from mergefs.json_input import load_json
 from mergefs.manifest import Manifest, decode
-from mergefs.store import check_ref_name, decode_ref_copy, encode_ref_copy, manifest_name, plan_name, ref_copy_name
+from mergefs.parts import positive
+from mergefs.store import (
+    LARGEST_BLOCK_SIZE,
+    check_ref_name,
+    decode_ref_copy,
+    encode_ref_copy,
+    manifest_name,
+    plan_name,
+    ref_copy_name,
+)
+from mergefs.transfer.placing import placing
 from mergefs.transfer.side import Model, Receiver, Side
 
 CONFIG = "mergefs-archive.json"
@@ -29,6 +40,10 @@ VERSION = 1
 PACK_BYTES = 64 << 20
 _LARGEST_GAP = 64 << 10
 _LONGEST = 8 << 20
+_TAIL = 32 << 10
+"""Bytes that are read of the end of a pack: the tables of most are in them."""
+_ATTEMPTS = 8
+"""So often a ref is looked at again that others move at the same time."""
 
 
 class Archive(Side):
@@ -37,6 +52,7 @@ class Archive(Side):
     Args:
         url: of a folder, which is made on the first push.
         block_elements: what an archive that is made is to have; None to open one that is there.
+        sync: flush what is written to the disk, where it is a folder of this machine.
 
     Raises:
         NotFoundError: when there is none, and none is to be made.
@@ -44,12 +60,14 @@ class Archive(Side):
         FormatVersionError: when a newer mergefs made it.
     """
 
-    def __init__(self, url: str, block_elements: int | None = None) -> None:
+    def __init__(self, url: str, block_elements: int | None = None, *, sync: bool = True) -> None:
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise UserError(f"{url}: {error}") from error
         self._root = self._root.rstrip("/")
+        self._files.invalidate_cache()  # file systems are shared by all of a process, with what they once listed
+        self._placing = placing(self._files, sync=sync)
         self._url = url
         self._tables: dict[bytes, dict[int, Location]] | None = None
         config = self._read(CONFIG)
@@ -63,12 +81,14 @@ class Archive(Side):
             self._write(CONFIG, json.dumps(made).encode())
             return
         try:
-            found = json.loads(config)
+            found = load_json(config)
             if found["format"] != FORMAT:
                 raise ValueError("it does not say that it is one")
-            if found["version"] != VERSION:
+            if type(found["version"]) is not int or found["version"] != VERSION:
                 raise FormatVersionError(f"{url} has version {found['version']!r}: upgrade mergefs")
-            self._block_elements = int(found["block_elements"])
+            self._block_elements = positive(found["block_elements"])
+            if self._block_elements > LARGEST_BLOCK_SIZE // 2:
+                raise ValueError(f"blocks of {self._block_elements} elements")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{url}/{CONFIG} is not an archive's: {error}") from error
 
@@ -110,21 +130,20 @@ class Archive(Side):
     def payloads(self, locations: Iterable[Location]) -> list[bytes]:
         """See `Side.payloads`. What lies close together is read at once."""
         wanted = list(locations)
+        groups: list[list[int]] = []
+        for place in sorted(range(len(wanted)), key=lambda i: (wanted[i].pack, wanted[i].record.offset)):
+            if groups and self._joins(wanted, groups[-1], place):
+                groups[-1].append(place)
+            else:
+                groups.append([place])
+        paths = [self._path(pack_name(wanted[group[0]].pack)) for group in groups]
+        starts = [wanted[group[0]].record.offset for group in groups]
+        stops = [wanted[group[-1]].record.offset + wanted[group[-1]].record.length for group in groups]
         found: dict[int, bytes] = {}
-        places = sorted(range(len(wanted)), key=lambda i: (wanted[i].pack, wanted[i].record.offset))
-        group: list[int] = []
-        for place in [*places, None]:
-            if place is not None and group and self._joins(wanted, group, place):
-                group.append(place)
-                continue
-            if group:
-                first, last = wanted[group[0]], wanted[group[-1]]
-                start, stop = first.record.offset, last.record.offset + last.record.length
-                data = self._files.cat_file(self._path(pack_name(first.pack)), start=start, end=stop)
-                for member in group:
-                    at = wanted[member].record.offset - start
-                    found[member] = data[at : at + wanted[member].record.length]
-            group = [] if place is None else [place]
+        for group, start, data in zip(groups, starts, self._ranges(paths, starts, stops), strict=True):
+            for member in group:
+                at = wanted[member].record.offset - start
+                found[member] = data[at : at + wanted[member].record.length]
         return [found[place] for place in range(len(wanted))]
 
     def _joins(self, wanted: Sequence[Location], group: list[int], place: int) -> bool:
@@ -158,27 +177,50 @@ class Archive(Side):
 
     def put_pack(self, identity: str, path: Path, records: Sequence[Record]) -> None:
         """Store a finished pack, and know its blocks from now on."""
-        name = pack_name(bytes.fromhex(identity))
-        self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
-        part = self._path(f"tmp/{identity}")
-        self._files.makedirs(self._path("tmp"), exist_ok=True)
-        # An object store shows an object when it is whole; on a file system the name comes last.
-        self._files.put_file(str(path), part)
-        self._files.mv(part, self._path(name))
+        path_there = self._path(pack_name(bytes.fromhex(identity)))
+        self._placing.put_file(path, path_there, self._path(f"tmp/{identity}"))
         self._enter(bytes.fromhex(identity), records)
 
-    def put_ref(self, name: str, manifest: Manifest, old: str | None) -> None:
-        """Have a ref name a manifest."""
-        entry = {"manifest": manifest.id, "time": time.time(), "previous": old}
-        self._write(ref_copy_name(name), encode_ref_copy({**entry, "about": {"raw_bytes": manifest.raw_bytes}}))
+    def check_ref(self, name: str, manifest: str, *, replace: bool) -> str | None:
+        """Return what a ref names, or None.
+
+        Raises:
+            RefMovedError: when it names another manifest, and is not to be replaced.
+        """
+        old = self.ref(name)
+        if old not in (None, manifest) and not replace:
+            raise RefMovedError(
+                f"'{name}' names {str(old)[:12]} there, another model: move it with --force, or give another name with"
+                " --as"
+            )
+        return old
+
+    def set_ref(self, name: str, manifest: Manifest, *, replace: bool) -> None:
+        """Have a ref name a manifest: one that there is not yet, or that names this manifest, or any with `replace`.
+
+        Raises:
+            RefMovedError: when it names another one.
+        """
+        for _ in range(_ATTEMPTS):
+            with self._placing.slot(self._path(ref_copy_name(name))) as slot:
+                old = self.check_ref(name, manifest.id, replace=replace)
+                about = {"raw_bytes": manifest.raw_bytes}
+                entry = {"manifest": manifest.id, "time": time.time(), "previous": old, "about": about}
+                if old == manifest.id or slot.write(encode_ref_copy(entry), new=old is None):
+                    return
+        raise RefMovedError(f"'{name}' is moved there by others again and again: try once more")
 
     def _known(self) -> dict[bytes, dict[int, Location]]:
         if self._tables is None:
             self._tables = {}
-            for path in sorted(self._files.glob(self._path("packs/*/*.pack"))):
-                identity = Path(path).stem
-                if is_hex_id(identity):
-                    self._enter(bytes.fromhex(identity), self._records(path))
+            listed = self._files.glob(self._path("packs/*/*.pack"), detail=True)
+            sizes = {path: int(listed[path]["size"]) for path in sorted(listed) if is_hex_id(Path(path).stem)}
+            starts = [max(0, size - _TAIL) for size in sizes.values()]
+            # All at once: object stores answer many requests in the time of one.
+            for (path, size), tail in zip(
+                sizes.items(), self._ranges([*sizes], starts, [*sizes.values()]), strict=True
+            ):
+                self._enter(bytes.fromhex(Path(path).stem), self._records(path, size, tail))
         return self._tables
 
     def _enter(self, pack: bytes, records: Iterable[Record]) -> None:
@@ -188,11 +230,20 @@ class Archive(Side):
             if record.block not in whole:
                 tables.setdefault(record.block, {})[record.tier] = Location(pack, record)
 
-    def _records(self, path: str) -> list[Record]:
-        def read(offset: int, size: int) -> bytes:
-            return bytes(self._files.cat_file(path, start=offset, end=offset + size))
+    def _records(self, path: str, size: int, tail: bytes) -> list[Record]:
+        start = size - len(tail)
 
-        return read_table(Path(path).name, int(self._files.info(path)["size"]), read)
+        def read(offset: int, length: int) -> bytes:
+            if offset >= start:
+                return tail[offset - start : offset - start + length]
+            return bytes(self._files.cat_file(path, start=offset, end=offset + length))
+
+        return read_table(Path(path).name, size, read)
+
+    def _ranges(self, paths: Sequence[str], starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
+        return [
+            bytes(data) for data in self._files.cat_ranges(list(paths), list(starts), list(stops), on_error="raise")
+        ]
 
     def _object(self, name: str, identity: str, what: str) -> bytes:
         data = self._read(name)
@@ -210,9 +261,7 @@ class Archive(Side):
             return None
 
     def _write(self, name: str, data: bytes) -> None:
-        path = self._path(name)
-        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self._files.pipe_file(path, data)
+        self._placing.put(self._path(name), data)
 
 
 class _Receiver(Receiver):
@@ -252,18 +301,12 @@ class _Receiver(Receiver):
 
     def publish(self, model: Model, name: str, *, replace: bool) -> None:
         self._close()
-        old = self._archive.ref(name)
-        if old not in (None, model.manifest.id) and not replace:
-            raise RefMovedError(
-                f"'{name}' names {str(old)[:12]} there, another model: move it with --force, or give another name with"
-                " --as"
-            )
+        self._archive.check_ref(name, model.manifest.id, replace=replace)
         if model.plan is not None:
             self._added += self._archive.put_object(plan_name(model.plan[0]), model.plan[1])
         for manifest in (*model.others, model.manifest):
             self._added += self._archive.put_object(manifest_name(manifest.id), manifest.encoded)
-        if old != model.manifest.id:
-            self._archive.put_ref(name, model.manifest, old)
+        self._archive.set_ref(name, model.manifest, replace=replace)
 
     @property
     def added_bytes(self) -> int:

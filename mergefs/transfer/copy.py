@@ -10,7 +10,8 @@ from pathlib import Path
 
 from mergefs.again import again_if_collected
 from mergefs.blocks import codecs
-from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record
+from mergefs.blocks.encoding import TIERED
+from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, largest_block
 from mergefs.catalog.tables import Location
 from mergefs.dtypes import BY_CODE
 from mergefs.errors import CorruptionError, NotARepositoryError, UserError
@@ -79,8 +80,15 @@ def push(
     source = RepositorySide(store)
     check_ref_name(as_ or name)
     if is_url(remote):
-        return copy(source, name, Archive(remote, store.block_elements), as_ or name, force=force, progress=progress)
-    with _repository(remote, readonly=False) as other:
+        return copy(
+            source,
+            name,
+            Archive(remote, store.block_elements, sync=store.sync),
+            as_ or name,
+            force=force,
+            progress=progress,
+        )
+    with _repository(remote, readonly=False, sync=store.sync) as other:
         return copy(source, name, RepositorySide(other), as_ or name, force=force, progress=progress)
 
 
@@ -99,7 +107,8 @@ def pull(
     if is_url(remote):
         return copy(Archive(remote), name, target, as_ or name, force=force, progress=progress)
     # Who may write there can tell gc what is being read.
-    with _repository(remote, readonly=not os.access(Path(remote) / "catalog", os.W_OK)) as other:
+    readonly = not os.access(Path(remote) / "catalog", os.W_OK)
+    with _repository(remote, readonly=readonly, sync=store.sync) as other:
         return copy(RepositorySide(other), name, target, as_ or name, force=force, progress=progress)
 
 
@@ -139,14 +148,14 @@ def copy(
 
 
 def _model(source: Side, identity: str) -> Model:
-    manifest = source.manifest(identity)
+    manifest = _manifest(source, identity)
     if manifest.lineage.plan is None:
         return Model(manifest, (), None)
     encoded = source.plan(manifest.lineage.plan)
     others: tuple[Manifest, ...] = ()
     if manifest.is_lazy:
         plan = plans.decode(encoded)
-        others = tuple(source.manifest(other) for other in dict.fromkeys((plan.base, *plan.experts)))
+        others = tuple(_manifest(source, other) for other in dict.fromkeys((plan.base, *plan.experts)))
     return Model(manifest, others, (manifest.lineage.plan, encoded))
 
 
@@ -163,7 +172,7 @@ def _alone(source: Side, record: Record, payloads: list[bytes]) -> tuple[list[Re
     of_base = [_checked(location, payload) for location, payload in zip(places, source.payloads(places), strict=True)]
     below = places[0].record
     base = codecs.decode(below.encoding, of_base[0], below.raw_length, below.dtype)
-    if record.encoding == codecs.Encoding.TIERS:
+    if record.encoding in TIERED:
         raw = codecs.decode_tiers(payloads, record.raw_length, base)
     else:
         raw = codecs.decode(record.encoding, payloads[0], record.raw_length, record.dtype, base)
@@ -172,6 +181,13 @@ def _alone(source: Side, record: Record, payloads: list[bytes]) -> tuple[list[Re
     encoded = codecs.encode(raw, BY_CODE[record.dtype])
     changed = replace(record, base=NO_BASE, encoding=int(encoded.encoding), tier=0, tiers=1)
     return [changed], list(map(bytes, encoded.payloads))
+
+
+def _manifest(source: Side, identity: str) -> Manifest:
+    found = source.manifest(identity)
+    if found.block_elements != source.block_elements:
+        raise CorruptionError(f"manifest {identity} is cut into blocks of another size than the others it lies with")
+    return found
 
 
 def _missing(source: Side, receiver: Receiver, model: Model) -> tuple[list[tuple[Location, ...]], int]:
@@ -204,6 +220,16 @@ def _tiers(source: Side, block: bytes) -> tuple[Location, ...]:
     tiers = source.tiers(block)
     if not tiers:
         raise CorruptionError(f"block {block.hex()} is missing where the model comes from")
+    for location in tiers:
+        record, first = location.record, tiers[0].record
+        kind = (record.base, record.dtype, record.raw_length, record.tiers)
+        # What is stored from here on is read without asking how large it may be.
+        if (
+            kind != (first.base, first.dtype, first.raw_length, len(tiers))
+            or not codecs.is_sound(record)
+            or record.raw_length > largest_block(source.block_elements)
+        ):
+            raise CorruptionError(f"block {block.hex()} is described wrongly where the model comes from")
     return tiers
 
 
@@ -227,7 +253,7 @@ def _checked(location: Location, payload: bytes) -> bytes:
     return payload
 
 
-def _repository(path: str, *, readonly: bool) -> Store:
+def _repository(path: str, *, readonly: bool, sync: bool) -> Store:
     if not (Path(path) / CONFIG).is_file():
         raise NotARepositoryError(f"{path} is no repository: 'mergefs init {path}' makes one, or give a URL")
-    return Store.open(path, readonly=readonly)
+    return Store.open(path, readonly=readonly, sync=sync)

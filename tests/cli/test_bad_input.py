@@ -353,10 +353,11 @@ def test_bad_memory_limits(refused: Callable[..., str], world: Path, size: str) 
 def test_repositories_that_cannot_be_used(refused: Callable[..., str], tmp_path: Path) -> None:
     Repository.init(tmp_path / "newer").close()
     config = json.loads((tmp_path / "newer" / "mergefs.json").read_text())
-    (tmp_path / "newer" / "mergefs.json").write_text(json.dumps(config | {"version": 2}))
+    del config["check"]
+    (tmp_path / "newer" / "mergefs.json").write_text(json.dumps(config | {"version": 3}))
     before = contents(tmp_path / "newer")
-    assert "version 2" in refused("stats", repo=tmp_path / "newer")
-    assert "version 2" in refused("gc", repo=tmp_path / "newer")
+    assert "version 3" in refused("stats", repo=tmp_path / "newer")
+    assert "version 3" in refused("gc", repo=tmp_path / "newer")
     assert contents(tmp_path / "newer") == before
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
@@ -364,7 +365,7 @@ def test_repositories_that_cannot_be_used(refused: Callable[..., str], tmp_path:
     (tmp_path / "alien" / "mergefs.json").write_text('{"format": "something else"}')
     for name in ("file", "empty", "alien", "nothing"):
         assert name in refused("stats", repo=tmp_path / name)
-    for number, text in enumerate(("{", "[]", '{"format": "mergefs-repository", "version": 1}')):
+    for number, text in enumerate(("{", "[]", '{"format": "mergefs-repository", "version": 2}')):
         (tmp_path / "newer" / "mergefs.json").write_text(text)
         assert "mergefs.json" in refused("stats", repo=tmp_path / "newer", code=2 if number == 1 else 1)
 

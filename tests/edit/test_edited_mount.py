@@ -32,13 +32,7 @@ from mergefs.serve.mount import umount
 WEIGHTS = "model.safetensors"
 FILES = {"config.json": b'{"a": 1}', "extra/vocab.txt": b"a\nb\n", "big.bin": bytes(range(256)) * 800}
 
-pytestmark = [
-    pytest.mark.fuse,
-    pytest.mark.skipif(
-        not (os.access("/dev/fuse", os.R_OK | os.W_OK) and shutil.which("fusermount3")),
-        reason="needs /dev/fuse and fusermount3",
-    ),
-]
+pytestmark = pytest.mark.fuse
 
 
 @dataclass

@@ -185,13 +185,14 @@ def test_materializing_and_refining_take_what_is_remembered(models: Repository) 
 
 
 _MERGE = """
-import sys
+import itertools, pathlib, sys, time
 from mergefs.cli import main
 from mergefs.merge import run
-derive = run.derive
+derive, calls = run.derive, itertools.count()
 def slow(*args):
-    import time
-    time.sleep(0.05)
+    if next(calls) >= 6:
+        pathlib.Path({begun!r}).touch()
+        time.sleep(0.5)
     return derive(*args)
 run.derive = slow
 sys.argv[1:] = {arguments}
@@ -200,18 +201,17 @@ main()
 
 
 def test_an_interrupted_merge_goes_on_where_it_was(models: Repository, tmp_path: Path) -> None:
-    """A real process, slowed down, gets SIGINT as from a terminal."""
+    """A real process, slowed down after its first blocks, gets SIGINT as from a terminal."""
     text = tmp_path / "recipe.yaml"
     text.write_text(recipe("ties").text)
     refs, total = models.refs(), models.forecast(models.plan(recipe("ties"))).derived
     arguments = ["-R", str(models.path), "merge", str(text), "--as", "m", "--threads", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", _MERGE.format(arguments=arguments)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    begun = tmp_path / "begun"
+    script = _MERGE.format(arguments=arguments, begun=str(begun))
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 60
-    while not any((models.path / "tmp").iterdir()) and time.monotonic() < deadline:
+    while not begun.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.2)
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err.decode().strip()) == (130, b"", "mergefs: interrupted")

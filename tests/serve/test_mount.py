@@ -8,7 +8,6 @@ import mmap
 import os
 import pwd
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,13 +33,7 @@ from mergefs.store import Store
 PAGE = mmap.PAGESIZE
 WEIGHTS = "model.safetensors"
 
-pytestmark = [
-    pytest.mark.fuse,
-    pytest.mark.skipif(
-        not (os.access("/dev/fuse", os.R_OK | os.W_OK) and shutil.which("fusermount3")),
-        reason="needs /dev/fuse and fusermount3",
-    ),
-]
+pytestmark = pytest.mark.fuse
 
 
 @dataclass

@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import random
-import shutil
 import socket
 import stat
 import subprocess
@@ -36,11 +35,6 @@ A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 TIME = 1_700_000_000.5
 PAGE = mmap.PAGESIZE
 TOGETHER = 4
-
-needs_fuse = pytest.mark.skipif(
-    not (os.access("/dev/fuse", os.R_OK | os.W_OK) and shutil.which("fusermount3")),
-    reason="needs /dev/fuse and fusermount3",
-)
 
 
 @dataclass(frozen=True)
@@ -297,7 +291,6 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.fuse
-@needs_fuse
 def test_a_served_model_equals_its_files(models: PlainModels, tmp_path: Path) -> None:
     with served(models, "math") as directory:
         assert snapshot(directory) == snapshot(models.folder / A)
@@ -318,7 +311,6 @@ def test_a_served_model_equals_its_files(models: PlainModels, tmp_path: Path) ->
 
 
 @pytest.mark.fuse
-@needs_fuse
 @pytest.mark.parametrize("flags", [mmap.MAP_SHARED, mmap.MAP_PRIVATE])
 def test_a_served_file_can_be_mapped(models: PlainModels, flags: int) -> None:
     with (
@@ -330,7 +322,6 @@ def test_a_served_file_can_be_mapped(models: PlainModels, flags: int) -> None:
 
 
 @pytest.mark.fuse
-@needs_fuse
 def test_sixteen_threads_fault_one_mapping(models: PlainModels) -> None:
     """Each thread touches the pages in an order of its own, so that faults on all of them are under way."""
 
@@ -349,7 +340,6 @@ def test_sixteen_threads_fault_one_mapping(models: PlainModels) -> None:
 
 
 @pytest.mark.fuse
-@needs_fuse
 def test_reads_are_served_at_the_same_time(models: PlainModels) -> None:
     """No read of this file returns before several are under way: served one by one, they would fail."""
     models.add(A, meeting=bytes(TOGETHER * (1 << 20)))
@@ -364,7 +354,6 @@ def test_reads_are_served_at_the_same_time(models: PlainModels) -> None:
 
 
 @pytest.mark.fuse
-@needs_fuse
 def test_a_damaged_block_is_an_input_output_error(models: PlainModels) -> None:
     models.add(A, broken=b"x")
     with served(models, "math") as directory:
@@ -375,7 +364,6 @@ def test_a_damaged_block_is_an_input_output_error(models: PlainModels) -> None:
 
 
 @pytest.mark.fuse
-@needs_fuse
 def test_everything_served_follows_refs(models: PlainModels) -> None:
     with served(models) as directory:
         assert sorted(os.listdir(directory / "refs")) == ["demo@2", "math"]
@@ -470,7 +458,6 @@ def refusals(top: Path) -> Iterator[tuple[str, int | None]]:
 
 
 @pytest.mark.fuse
-@needs_fuse
 def test_every_change_is_refused(models: PlainModels) -> None:
     with served(models, "math") as directory:
         before = snapshot(directory)
@@ -485,7 +472,6 @@ def test_every_change_is_refused(models: PlainModels) -> None:
 
 
 @pytest.mark.fuse
-@needs_fuse
 def test_the_links_of_refs_cannot_be_changed(models: PlainModels) -> None:
     with served(models) as directory:
         link = directory / "refs/math"
@@ -504,7 +490,6 @@ def test_the_links_of_refs_cannot_be_changed(models: PlainModels) -> None:
 
 
 @pytest.mark.fuse
-@needs_fuse
 def test_extended_attributes_name_the_manifest(models: PlainModels) -> None:
     expected = {"user.mergefs.manifest": A.encode(), "user.mergefs.recipe": b"merge_method: linear"}
     sums = {"user.mergefs.sha256": hashlib.sha256(b"{}").hexdigest().encode()}
@@ -529,7 +514,6 @@ def test_extended_attributes_name_the_manifest(models: PlainModels) -> None:
 
 
 @pytest.mark.fuse
-@needs_fuse
 def test_a_listing_has_the_attributes_too(models: PlainModels) -> None:
     """Names, kinds, sizes and links as `stat` tells them, whatever the kernel kept from the listing."""
     with served(models) as directory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,6 @@ models:
 
 
 @pytest.mark.fuse
-@pytest.mark.skipif(
-    not Path("/dev/fuse").exists() or shutil.which("fusermount3") is None, reason="needs /dev/fuse and fusermount3"
-)
 @pytest.mark.parametrize("lazy", [False, True])
 def test_logits_from_the_mount_are_those_of_the_export(tmp_path: Path, lazy: bool) -> None:
     from mergefs.serve.mount import umount

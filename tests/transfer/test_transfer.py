@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import pytest
-from builders import merged_models, new_repository, random_model, served, write_model
+from builders import merged_models, new_repository, served
 
 from mergefs.blocks.pack import pack_name, read_records
 from mergefs.errors import CorruptionError, NotARepositoryError, NotFoundError, RefMovedError, UserError
@@ -19,19 +17,6 @@ from mergefs.transfer import archive
 def models(tmp_path: Path) -> Repository:
     """A base, two experts, a merge, and a lazy one."""
     return merged_models(tmp_path)
-
-
-@pytest.fixture(params=["repository", "memory", "file"])
-def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Another repository, and archives in memory and in a folder."""
-    if request.param == "repository":
-        new_repository(tmp_path / "there").close()
-        yield str(tmp_path / "there")
-    elif request.param == "file":
-        yield f"file://{tmp_path}/archive"
-    else:
-        yield f"memory://{tmp_path.name}"
-        fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
 
 
 def test_models_go_and_come_back(models: Repository, remote: str, tmp_path: Path) -> None:
@@ -85,45 +70,6 @@ def test_damage_does_not_travel(models: Repository, remote: str, tmp_path: Path)
         models.push("x", remote)
     with new_repository(tmp_path / "elsewhere") as elsewhere, pytest.raises(NotFoundError):
         elsewhere.pull("x", remote)
-
-
-def test_an_interrupted_transfer_goes_on(
-    models: Repository, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class StopError(Exception):
-        pass
-
-    monkeypatch.setattr("mergefs.transfer.copy._BATCH", 2000)
-    monkeypatch.setattr("mergefs.blocks.writer.PACK_BYTES", 2000)
-    monkeypatch.setattr(archive, "PACK_BYTES", 2000)
-    stopped = 0
-    for attempt in range(10):
-
-        def stop(sent: int, total: int, limit: int = 3000 * (attempt % 3)) -> None:
-            if sent > limit:
-                raise StopError
-
-        try:
-            models.push("later", remote, progress=stop)
-        except StopError:
-            stopped += 1
-    assert stopped > 1
-    models.push("later", remote)
-    with new_repository(tmp_path / "elsewhere") as elsewhere:
-        elsewhere.pull("later", remote)
-        assert served(elsewhere, "later") == served(models, "later")
-
-
-def test_a_model_that_shares_most_moves_little(models: Repository, remote: str, tmp_path: Path) -> None:
-    models.push("base", remote)
-    manifest = models.manifest(models.resolve("base"))
-    changed = dict(random_model(1))
-    smallest = min(changed, key=lambda name: changed[name].values.size)
-    changed[smallest] = random_model(2)[smallest]
-    write_model(tmp_path / "near", changed, {"config.json": b"{}"})
-    models.ingest(tmp_path / "near", "near")
-    report = models.push("near", remote)
-    assert report.bytes_sent <= 0.15 * manifest.raw_bytes
 
 
 def test_places_that_cannot_be_used(models: Repository, tmp_path: Path) -> None:

@@ -174,4 +174,6 @@ def recode(tiers: Sequence[Buffer], base: Buffer, exact: Exact) -> bytes:
 
 
 def _bits(raw: Buffer) -> NDArray[np.uint16]:
+    if len(raw) % 2:
+        raise CorruptionError(f"a base block of {len(raw)} bytes for elements of 2")
     return np.frombuffer(raw, np.uint16)
