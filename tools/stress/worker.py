@@ -224,6 +224,8 @@ class Worker:
     def _edit(self) -> None:
         name = self._existing(HERE)
         as_ = self._chance.choice([None, self._result(f"edit-{self._chance.randrange(4)}")])
+        if name in self._truth:  # what merges are made from stays what the truth says
+            as_ = as_ or self._result("edit-0")
         repository = self._at(HERE)
         with self._command("edit and commit", HERE, name) as began:
             session = repository.edit(name)
