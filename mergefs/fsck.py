@@ -9,6 +9,7 @@ from pathlib import Path
 from mergefs.blocks.pack import NO_BASE, Record, hash_file, pack_name, read_records
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.environment import MENDING, Transaction
+from mergefs.catalog.leases import Lease, NoLease
 from mergefs.catalog.pages import PagesError, check_pages
 from mergefs.catalog.tables import TABLES, Location, locations, ref_entries
 from mergefs.configuration import configuration_damage
@@ -28,6 +29,9 @@ Progress = Callable[[int, int], None]
 
 _BY_MANIFEST = ("manifests", "statistics", "thresholds", "products", "checksums")
 """Tables whose keys begin with the id of the manifest that they are about."""
+
+_LOOKS = 3
+"""How often the copy of a ref is compared with the catalog before it is reported."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,13 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
         read_data: also read and decode every block and compare it with its id, and hash every pack.
         progress: told the blocks checked and the blocks in all (with `read_data`).
     """
+    # From here on gc may move blocks to other packs, and take those that no manifest needs; nothing else. What comes
+    # after the lease is left for the next time.
+    with store.reading("fsck", None) as lease:
+        return _check(store, lease, read_data=read_data, progress=progress)
+
+
+def _check(store: Store, lease: Lease | NoLease, *, read_data: bool, progress: Progress | None) -> FsckReport:
     with store.catalog.read() as txn:
         # First, as LMDB may end the process over a bad page; inside, so that no page is used again meanwhile.
         damage = catalog_damage(store.path)
@@ -108,15 +119,13 @@ def check(store: Store, *, read_data: bool = False, progress: Progress | None = 
     checker.check_copies()
     for identity in identities(store):
         checker.check_session(identity, manifests, read_data=read_data)
-    # From here on gc may move blocks to other packs, and take those that no manifest needs; nothing else.
-    with store.reading("fsck", manifests):
-        checker.check_manifests(manifests)
-        for pack in packs:
-            checker.check_pack(pack)
-        checker.check_located(packs)
-        if read_data:
-            checker.check_plans()
-            checker.check_data(progress)
+    checker.check_manifests([m for m in manifests if isinstance(lease, NoLease) or m in lease.manifests])
+    for pack in packs:
+        checker.check_pack(pack)
+    checker.check_located(packs)
+    if read_data:
+        checker.check_plans()
+        checker.check_data(progress)
     known = {pack_name(pack) for pack in packs}
     garbage = sum(name not in known for name, _ in store.backend.list("packs"))
     return FsckReport(tuple(checker.problems), len(found), len(packs), len(manifests), garbage, read_data)
@@ -204,16 +213,24 @@ class _Checker:
     def check_copies(self) -> None:
         """Check that the copy of each ref says the same, or what a command that was interrupted was about to do."""
         for name, identity in self._refs.items():
-            try:
-                entry = decode_ref_copy(self._store.backend.get(ref_copy_name(name)))
-                differs = identity not in (entry["manifest"], entry["previous"])
-                message = "the catalog and the ref's copy disagree about it" if differs else None
-            except FileNotFoundError:
-                message = "its copy is missing"
-            except CorruptionError as error:
-                message = str(error)
-            if message is not None and self._store.catalog.ref(name) == identity:
-                self.report("ref", name, message, (name,))
+            # A ref that is moved meanwhile may be back by the time it is looked at again; not every time.
+            for _ in range(_LOOKS):
+                message = self._check_copy(name, identity)
+                if message is None or self._store.catalog.ref(name) != identity:
+                    break
+            else:
+                self.report("ref", name, str(message), (name,))
+
+    def _check_copy(self, name: str, identity: str) -> str | None:
+        """Return what is wrong with the copy of a ref, or None."""
+        try:
+            entry = decode_ref_copy(self._store.backend.get(ref_copy_name(name)))
+        except FileNotFoundError:
+            return "its copy is missing"
+        except CorruptionError as error:
+            return str(error)
+        differs = identity not in (entry["manifest"], entry["previous"])
+        return "the catalog and the ref's copy disagree about it" if differs else None
 
     def check_manifests(self, identities: list[str]) -> None:
         """Check that manifests are whole and that everything they need is in the catalog."""

@@ -262,10 +262,13 @@ class _Collection:
             return len(dead)
         for key in dead:
             self._txn.delete("manifests", key)
-            for table in ("statistics", "thresholds", "checksums"):
-                for entry in [entry for entry, _ in self._txn.items(table, key)]:
-                    self._txn.delete(table, entry)
+            for entry in [entry for entry, _ in self._txn.items("checksums", key)]:
+                self._txn.delete("checksums", entry)
         gone = set(dead)
+        for table in ("statistics", "thresholds") if gone else ():
+            for entry in [entry for entry, _ in self._txn.items(table)]:
+                if not gone.isdisjoint((entry[:32], entry[32:64])):  # the expert's and the base's
+                    self._txn.delete(table, entry)
         for entry in [entry for entry, _ in self._txn.items("products")] if gone else ():
             if not gone.isdisjoint((entry[:32], entry[32:64], entry[64:96])):
                 self._txn.delete("products", entry)

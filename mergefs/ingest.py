@@ -234,6 +234,8 @@ def take_in(
             raise CheckpointError(f"{file.source}: the file name {file.path!r} cannot be stored; rename the file")
     for attempt in range(_ATTEMPTS):
         try:
+            if base is not None:  # it may name another model by now
+                base_id = store.resolve(base) if not checkpoint.is_adapter else None
             with closing(contents()) as opened:
                 return _ingest(store, checkpoint, opened, name, base_id, kind, threads or available_cores(), progress)
         except BlocksCollectedError:

@@ -4,7 +4,25 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
+
+_PATIENCE = 0.25
+"""Seconds. Who asks whether a file is locked has a shared lock on it for a moment."""
+
+
+def take(descriptor: int) -> bool:
+    """Take the exclusive lock on an open file; tell whether that could be done, as no other process has it."""
+    stop = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > stop:
+                return False
+            time.sleep(0.005)
+        else:
+            return True
 
 
 def is_locked(path: Path) -> bool:

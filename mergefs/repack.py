@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,6 @@ from mergefs.blocks.exact import Exact, check_exact
 from mergefs.blocks.pack import NO_BASE, Record, pack_name
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.environment import Transaction
-from mergefs.catalog.leases import Lease
 from mergefs.catalog.tables import Location, get_manifest, get_tiers, locations
 from mergefs.dtypes import BY_CODE
 from mergefs.errors import BlocksCollectedError, CorruptionError
@@ -30,9 +29,6 @@ Progress = Callable[[int, int], None]
 
 _HEAD = 4096
 """Bytes of an exact tier that are read to learn its coding: those of a mask of changed runs come first."""
-
-
-_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -76,11 +72,11 @@ def repack(
         check_exact(exact)
     before = _pack_bytes(store)
     # Models that are removed meanwhile stay until this is done. What no model needs, gc may still take.
-    with _lease_on_all(store) as lease:
+    with store.lease("repack", None) as lease:
         if exact is not None:
             store.use_exact(exact)
         coding = store.exact
-        blocks = _blocks(store, coding)
+        blocks = _blocks(store, coding, lease.manifests)
         threads = threads or available_cores()
         recoded = ordered(_Recoder(store, coding), blocks, threads=threads, window=2 * threads + 2)
         with _Replacement(store, lease.id) as replacement:
@@ -95,36 +91,36 @@ def repack(
     return RepackReport(coding, replacement.blocks, before, _pack_bytes(store), seconds)
 
 
-def _lease_on_all(store: Store) -> Lease:
-    """Return a lease on all manifests, whoever collects meanwhile."""
-    for _ in range(_ATTEMPTS):
-        with suppress(BlocksCollectedError):
-            return store.lease("repack", store.manifest_ids())
-    return store.lease("repack", store.manifest_ids())
-
-
 def refresh_statistics(store: Store) -> None:
     """Let the statistics have the bytes that tiers take now; plans that are made until then go by the old ones."""
     with store.catalog.read() as txn:
         pairs = sorted({key[:64] for key, _ in txn.items("statistics")})
     for pair in pairs:
-        models = [store.manifest(identity.hex()) for identity in (pair[:32], pair[32:])]
-        store.catalog.write(partial(refresh_stored_bytes, expert=models[0], base=models[1]))
+        # What came after the lease was taken may be gone again; and it was written in this coding.
+        with suppress(BlocksCollectedError):
+            models = [store.manifest(identity.hex()) for identity in (pair[:32], pair[32:])]
+            store.catalog.write(partial(refresh_stored_bytes, expert=models[0], base=models[1]))
 
 
 def _pack_bytes(store: Store) -> int:
     return sum(size for _, size in store.backend.list("packs"))
 
 
-def _blocks(store: Store, exact: Exact) -> list[bytes]:
-    """Return every block that may have to be encoded anew: those of old models first, in the manifests' order."""
+def _blocks(store: Store, exact: Exact, manifests: Collection[str]) -> list[bytes]:
+    """Return every block that may have to be encoded anew: those of old models first, in the manifests' order.
+
+    Args:
+        store: the repository.
+        exact: the coding that is wanted.
+        manifests: the models, under a lease of the caller's.
+    """
     with store.catalog.read() as txn:
         places = {
             location.record.block: (location.pack, location.record.offset)
             for location in locations(txn)
             if _may_change(location.record, exact)
         }
-        ages = {key.hex(): (get_manifest(txn, key.hex()) or {}).get("time", 0.0) for key, _ in txn.items("manifests")}
+        ages = {identity: (get_manifest(txn, identity) or {}).get("time", 0.0) for identity in manifests}
     found: dict[bytes, None] = {}
     # What no manifest names comes last: blocks of an ingest that is under way, and what gc has not taken yet.
     named = (store.manifest(identity).block_ids() for identity in sorted(ages, key=lambda m: (ages[m], m)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergefs.again import again_if_collected
 from mergefs.store import Store
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Repository(Store):
 
         return ingest_zarr(self, group, as_, **options)
 
+    @again_if_collected
     def plan(
         self, recipe: Recipe, *, seed: int = 0, save: bool = True, strict_shapes: bool = False, **aim: Any
     ) -> Planned:

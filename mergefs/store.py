@@ -6,19 +6,21 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from mergefs import manifest as manifests
+from mergefs.again import ATTEMPTS, again_if_collected
 from mergefs.backend import LocalBackend, flush_folder
 from mergefs.blocks.checking import chosen_checking
 from mergefs.blocks.exact import CODINGS, Exact, check_exact
 from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease, NoLease, leases
-from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref
+from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref, ref_entries
 from mergefs.errors import (
     BlocksCollectedError,
     CatalogDamagedError,
@@ -196,6 +198,7 @@ class Store:
         """Return the manifest with this id.
 
         Raises:
+            BlocksCollectedError: when it was collected, so that whoever looked it up may do so again.
             CorruptionError: when its file is missing or damaged.
         """
         return self._load_manifest(identity)
@@ -367,6 +370,7 @@ class Store:
             return False
         return True
 
+    @again_if_collected
     def tag(self, name: str, target: str) -> str:
         """Point a ref at the manifest that `target` names and return the manifest's id.
 
@@ -379,7 +383,7 @@ class Store:
 
         def point(txn: Transaction) -> None:
             if get_manifest(txn, identity) is None:
-                raise NotFoundError(f"manifest {identity} was collected just now")
+                raise BlocksCollectedError(f"manifest {identity} was collected just now")
             put_ref(txn, name, identity)
             self.copy_ref(txn, name)
 
@@ -430,13 +434,34 @@ class Store:
 
     # -- leases --------------------------------------------------------------------------------------------
 
-    def lease(self, purpose: str, manifests: Iterable[str] = ()) -> Lease:
-        """Claim manifests for this process until the lease is released or the process ends."""
+    def lease(self, purpose: str, manifests: Iterable[str] | None = ()) -> Lease:
+        """Claim manifests (None: all that there are) for this process until the lease is released or the process ends.
+
+        Raises:
+            BlocksCollectedError: when there is not one of them any more.
+            UserError: when the repository is open for reading only.
+        """
         if self.readonly:
             raise UserError(f"{self.path} is open for reading only: this needs the right to write to it")
         return Lease(self.catalog, purpose, manifests)
 
-    def reading(self, purpose: str, manifests: Iterable[str] = ()) -> Lease | NoLease:
+    def lookup(self, purpose: str, name: str) -> tuple[str, Lease | NoLease]:
+        """Return the id of the manifest that a name is for, and a claim on it (see `reading`).
+
+        Others may move names and collect meanwhile.
+
+        Raises:
+            NotFoundError: see `resolve`.
+            BlocksCollectedError: when it was moved and collected again and again.
+        """
+        for _ in range(ATTEMPTS - 1):
+            identity = self.resolve(name)
+            with suppress(BlocksCollectedError):
+                return identity, self.reading(purpose, [identity])
+        identity = self.resolve(name)
+        return identity, self.reading(purpose, [identity])
+
+    def reading(self, purpose: str, manifests: Iterable[str] | None = ()) -> Lease | NoLease:
         """Claim manifests for reading: a lease, or nothing where the repository is open for reading only.
 
         Who cannot write cannot tell others what he reads; a gc by somebody who can may then take it away.
@@ -450,7 +475,15 @@ class Store:
             self.backend.put(name, data)
 
     def _read_manifest(self, identity: str) -> Manifest:
-        return manifests.decode(self.read_object(manifest_name(identity), identity, "manifest"))
+        try:
+            return manifests.decode(self.read_object(manifest_name(identity), identity, "manifest"))
+        except CorruptionError:
+            with self.catalog.read() as txn:
+                entered = get_manifest(txn, identity) is not None
+                wanted = entered or any(entry["manifest"] == identity for _, entry in ref_entries(txn))
+            if wanted or self.backend.exists(manifest_name(identity)):
+                raise
+            raise BlocksCollectedError(f"manifest {identity} is not in the repository any more") from None
 
     def _sweep_temporary(self) -> None:
         """Remove what dead processes left half-written."""
@@ -496,8 +529,8 @@ def _check_unmoved(txn: Transaction, name: str, allowed: set[str]) -> None:
     value = txn.get("refs", name.encode())
     now = "" if value is None else str(load_json(value)["manifest"])
     if now not in allowed:
-        what = f"names {now[:12]} now" if now else "was removed"
-        raise RefMovedError(f"'{name}' {what}: commit under another name, or overrule with --force")
+        what = f"names {now[:12]} now" if now else "was removed meanwhile"
+        raise RefMovedError(f"'{name}' {what}: begin again, or give the result another name")
 
 
 Publication = Sequence[tuple[str, bytes, bytes]]

@@ -25,15 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
-from mergefs.checkpoint.safetensors import build_header
-from mergefs.dtypes import DTYPES
 from mergefs.errors import MergefsError
 from mergefs.repository import Repository
+from tools.small_models import BLOCK_SIZE, recipe_text, write_models
 
-SHAPES = [("model.embed_tokens.weight", (600, 96)), ("model.layers.0.mlp.up_proj.weight", (256, 96)), ("norm", (96,))]
 EXPERTS = 6
 READ_EVERY = 10
 FULL_EVERY = 10
@@ -96,8 +91,8 @@ class Torture:
         self._chance = random.Random(seed)
         self._duration: dict[str, float] = {}
         self._totals = Totals()
-        self._write_models()
-        self._run("init", str(self._repository), "--block-size", "16KiB")
+        write_models(folder / "models", EXPERTS)
+        self._run("init", str(self._repository), "--block-size", BLOCK_SIZE)
         self._run("ingest", "models/base", "--as", "base")
 
     def run(self, kills: int, seconds: float) -> Totals:
@@ -200,12 +195,8 @@ class Torture:
 
     def _merge(self, experts: list[str]) -> list[str]:
         chosen = self._chance.sample(experts, 2)
-        weights = [self._pick([0.25, 0.5, 0.75]) for _ in chosen]
-        lines = ["merge_method: task_arithmetic", "base_model: base", "models:"]
-        for name, weight in zip(chosen, weights, strict=True):
-            lines += [f"  - model: {name}", f"    parameters: {{weight: {weight}}}"]
         recipe = self._folder / "recipe.yml"
-        recipe.write_text("\n".join(lines) + "\n")
+        recipe.write_text(recipe_text("task_arithmetic", {name: self._pick([0.25, 0.5, 0.75]) for name in chosen}))
         how = self._pick([[], ["--lazy"], ["--budget", "30%"]])
         return ["merge", str(recipe), "--as", f"merged-{self._chance.randrange(4)}", *how]
 
@@ -260,24 +251,6 @@ class Torture:
             raise LossError(f"after {' '.join(command)}: {error}") from error
         if not report.ok:
             raise LossError(f"after {' '.join(command)}: {report.errors}")
-
-    def _write_models(self) -> None:
-        chance = np.random.default_rng(0)
-        base = [chance.standard_normal(shape).astype(np.float32) * 0.02 for _, shape in SHAPES]
-        self._write("base", base)
-        for number in range(EXPERTS):
-            self._write(
-                f"expert-{number}",
-                [values + chance.standard_normal(values.shape).astype(np.float32) * 0.0005 for values in base],
-            )
-
-    def _write(self, name: str, values: list[np.ndarray]) -> None:
-        folder = self._folder / "models" / name
-        folder.mkdir(parents=True)
-        header = build_header([(tensor, DTYPES["BF16"], shape) for tensor, shape in SHAPES])
-        data = b"".join(array.astype(ml_dtypes.bfloat16).tobytes() for array in values)
-        (folder / "model.safetensors").write_bytes(header + data)
-        (folder / "config.json").write_text("{}")
 
 
 if __name__ == "__main__":

@@ -261,6 +261,14 @@ class Transaction:
         found = self._tables[table]
         return 0 if found is None else int(self._txn.stat(found)["entries"])
 
+    def size(self, table: str) -> int:
+        """Return the bytes of the pages that a table is in."""
+        found = self._tables[table]
+        if found is None:
+            return 0
+        stat = self._txn.stat(found)
+        return int(stat["psize"] * (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]))
+
     def items(self, table: str, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Yield the pairs whose key begins with `prefix`, in the order of their keys.
 

@@ -6,7 +6,6 @@ process ends, however it ends and in whatever container it ran, so that a lease 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -22,7 +21,7 @@ from typing import Any, Self
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.tables import Catalog, get_location
 from mergefs.errors import BlocksCollectedError
-from mergefs.locks import is_locked
+from mergefs.locks import is_locked, take
 
 LEASE_BYTES = 8
 
@@ -50,10 +49,23 @@ class LeaseInfo:
 
 
 class Lease:
-    """A claim on manifests and blocks by this process, from `take` until `release` (or the process's end)."""
+    """A claim on manifests and blocks by this process, until `release` (or the process's end).
 
-    def __init__(self, catalog: Catalog, purpose: str, manifests: Iterable[str] = ()) -> None:
+    Args:
+        catalog: of the repository.
+        purpose: for people.
+        manifests: the ids of those that are claimed; None for all that there are.
+
+    Attributes:
+        manifests: those that were claimed at the beginning.
+
+    Raises:
+        BlocksCollectedError: when there is not one of them any more.
+    """
+
+    def __init__(self, catalog: Catalog, purpose: str, manifests: Iterable[str] | None = ()) -> None:
         self.id = secrets.token_hex(LEASE_BYTES)
+        self.manifests: frozenset[str] = frozenset()
         self._catalog = catalog
         self._lock = threading.Lock()
         self._released = False
@@ -62,13 +74,12 @@ class Lease:
             "host": socket.gethostname(),
             "purpose": purpose,
             "since": time.time(),
-            "manifests": sorted(set(manifests)),
         }
         self._file = _lock(catalog.path, self.id)
         # Taken in the same transaction that checks that the manifests still exist, so that gc cannot
         # slip in between.
         try:
-            catalog.write(lambda txn: self._take(txn, entry))
+            self.manifests = catalog.write(lambda txn: self._take(txn, entry, manifests))
         except BaseException:
             self._unlock()
             raise
@@ -127,11 +138,16 @@ class Lease:
         os.close(self._file)
         _path(self._catalog.path, self.id).unlink(missing_ok=True)
 
-    def _take(self, txn: Transaction, entry: dict[str, Any]) -> None:
-        for manifest in entry["manifests"]:
+    def _take(self, txn: Transaction, entry: dict[str, Any], manifests: Iterable[str] | None) -> frozenset[str]:
+        if manifests is None:
+            manifests = [key.hex() for key, _ in txn.items("manifests")]
+        claimed = frozenset(manifests)
+        for manifest in claimed:
             if txn.get("manifests", bytes.fromhex(manifest)) is None:
                 raise BlocksCollectedError(f"manifest {manifest} is not in the repository any more")
-        txn.put("leases", bytes.fromhex(self.id), json.dumps(entry).encode())
+        value = {**entry, "manifests": sorted(claimed)}
+        txn.put("leases", bytes.fromhex(self.id), json.dumps(value).encode())
+        return claimed
 
 
 class NoLease:
@@ -200,5 +216,6 @@ def _lock(catalog: Path, lease: str) -> int:
     path = _path(catalog, lease)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not take(descriptor):
+        raise AssertionError("somebody else has locked a file that was just made")
     return descriptor

@@ -16,7 +16,7 @@ from typing import Any, Self
 from mergefs.blocks.encoding import Encoding
 from mergefs.blocks.pack import NO_BASE, Record
 from mergefs.catalog.environment import Environment, Transaction, shared
-from mergefs.errors import CorruptionError
+from mergefs.errors import BlocksCollectedError, CorruptionError
 from mergefs.hashing import digest
 
 TABLES = (
@@ -154,6 +154,10 @@ def put_packs(txn: Transaction, packs: Iterable[tuple[bytes, int, Sequence[Recor
     """Enter packs (id, size, records) that together hold whole blocks, and those blocks that are not stored already.
 
     A block that is stored keeps its locations, all of them: its tiers belong together.
+
+    Raises:
+        BlocksCollectedError: when a block would stand on one that is not there, or that stands on another one itself,
+            as somebody has stored it so meanwhile.
     """
     entering = list(packs)
     stored = {record.block for _, _, records in entering for record in records if get_location(txn, record.block)}
@@ -162,6 +166,10 @@ def put_packs(txn: Transaction, packs: Iterable[tuple[bytes, int, Sequence[Recor
         for record in records:
             if record.block not in stored:
                 put_location(txn, pack, record)
+    for base in {record.base for _, _, records in entering for record in records if record.block not in stored}:
+        location = None if base == NO_BASE else get_location(txn, base)
+        if base != NO_BASE and (location is None or location.record.base != NO_BASE):
+            raise BlocksCollectedError(f"block {base.hex()} was stored otherwise before others could stand on it")
 
 
 def closure(txn: Transaction, blocks: Iterable[bytes]) -> set[bytes]:

@@ -5,7 +5,6 @@ Nothing here opens a model, so that gc and fsck can ask it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -21,7 +20,7 @@ from mergefs.blocks.pack import hash_file
 from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, RefNameError, UserError
 from mergefs.hashing import hex_digest, is_hex, is_hex_id
 from mergefs.json_input import load_json
-from mergefs.locks import is_locked
+from mergefs.locks import is_locked, take
 from mergefs.store import Store, check_ref_name
 
 SESSIONS = "sessions"
@@ -65,11 +64,13 @@ def create(store: Store, name: str) -> SessionInfo:
         NotFoundError: when there is no such model.
         UserError: when the repository is open for reading only.
     """
-    manifest = store.resolve(name)
     identity = secrets.token_hex(_ID_BYTES)
     folder = _folder(store, identity)
+    if store.readonly:
+        store.lease("edit")  # says what is wrong
+    manifest, lease = store.lookup("edit", name)
     # The lease holds gc off until the folder does.
-    with store.lease("edit", [manifest]):
+    with lease:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         folder.mkdir(mode=0o700)
         description = {
@@ -223,13 +224,11 @@ class Hold:
             self._descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             raise NotFoundError(f"there is no session {identity}: 'mergefs sessions' shows them") from None
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take(self._descriptor):
             os.close(self._descriptor)
             at = _directory(self.folder)
             where = "" if at is None else f"; it was mounted at {at} last"
-            raise UserError(f"session {identity} is open in another process{where}: end that first") from None
+            raise UserError(f"session {identity} is open in another process{where}: end that first")
 
     def place(self, directory: Path) -> None:
         """Note where the session is mounted."""

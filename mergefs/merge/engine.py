@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
+from mergefs.again import again_if_collected
 from mergefs.blocks.reader import ReadCounter, ReadTotals
-from mergefs.errors import BlocksCollectedError, BudgetError, BudgetExceededError, NotFoundError
+from mergefs.errors import BudgetError, BudgetExceededError, NotFoundError
 from mergefs.manifest import Manifest
 from mergefs.merge.expert import FACTOR_SHARE, FactorCache
 from mergefs.merge.lazy import load_plan, merge_plan
@@ -22,24 +21,6 @@ from mergefs.planner.models import Models, find_models
 from mergefs.planner.resolve import make_plan
 from mergefs.recipe import Recipe
 from mergefs.store import Store, check_ref_name
-
-_ATTEMPTS = 3
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _again(work: Callable[P, T]) -> Callable[P, T]:
-    """Make a function begin once more where gc took a block that it was going to use."""
-
-    @wraps(work)
-    def repeated(*args: P.args, **kwargs: P.kwargs) -> T:
-        for _ in range(_ATTEMPTS - 1):
-            with suppress(BlocksCollectedError):
-                return work(*args, **kwargs)
-        return work(*args, **kwargs)
-
-    return repeated
 
 
 @dataclass(frozen=True)
@@ -55,7 +36,7 @@ class RefineReport(MergeReport):
     reread_bytes: int = 0
 
 
-@_again
+@again_if_collected
 def merge(
     store: Store,
     recipe: Recipe,
@@ -109,7 +90,7 @@ def _factors(store: Store, models: Models, max_memory: int) -> FactorCache:
     return FactorCache.of(store.manifest(models.base), experts, max_memory // FACTOR_SHARE)
 
 
-@_again
+@again_if_collected
 def merge_planned(
     store: Store,
     text: str,
@@ -144,7 +125,7 @@ def merge_planned(
         return run.lazy(figures) if lazy else run.eager(figures, progress)
 
 
-@_again
+@again_if_collected
 def materialize(
     store: Store,
     name: str,
@@ -159,6 +140,7 @@ def materialize(
 
     Raises:
         NotFoundError: when there is no ref of that name.
+        RefMovedError: when the ref was moved or removed meanwhile.
         UserError: when the model is no merge.
         BudgetError: when experts that were repacked since take more than the budget of its plan.
     """
@@ -178,7 +160,8 @@ def materialize(
         raw = sum(store.manifest(expert).tensor_bytes for expert in plan.experts)
         before = entry.get("merge", {})
         kept = {"refines": before["refines"]} if "refines" in before else {}
-        figures = Figures(name, began, plan.budget, raw, before.get("predicted_error"), kept)
+        error = before.get("predicted_error")
+        figures = Figures(name, began, plan.budget, raw, error, kept, expecting=identity)
         try:
             return run.eager(figures, progress)
         except BudgetExceededError as error:
@@ -205,7 +188,7 @@ def _as_it_is(manifest: Manifest, name: str, figures: Mapping[str, Any], began: 
     )
 
 
-@_again
+@again_if_collected
 def refine(
     store: Store,
     name: str,
@@ -230,6 +213,7 @@ def refine(
 
     Raises:
         NotFoundError: when there is no such model, or an id is given and no `new_name`.
+        RefMovedError: when the earlier one's ref was to move, and was moved or removed meanwhile.
         UserError: when it is no merge.
         BudgetError: when the budget is less than what the earlier result was made from, or cannot be planned for.
     """
@@ -256,7 +240,8 @@ def refine(
         aim = replace(aim, floor=before)
         planned = make_plan(store, recipe, models, aim, seed=before.seed, counter=counter, factors=factors)
         run = Run(store, planned.plan, lease, counter, threads, max_memory, factors)
-        figures = Figures.of(planned, target, began, {"refines": identity})
+        expecting = identity if target == name else None
+        figures = replace(Figures.of(planned, target, began, {"refines": identity}), expecting=expecting)
         if manifest.is_lazy:
             return RefineReport(**vars(run.lazy(figures)), refines=identity, reread_bytes=0)
         report = run.eager(figures, progress)

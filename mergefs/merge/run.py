@@ -97,6 +97,7 @@ class Figures:
         budget_bytes, expert_raw_bytes, predicted_error: see `MergeReport`.
         entry: what else the catalog is to say of the result.
         notes: see `MergeReport`.
+        expecting: see `Store.publish`.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Figures:
     predicted_error: float | None
     entry: dict[str, object]
     notes: tuple[str, ...] = ()
+    expecting: str | None = None
 
     @classmethod
     def of(cls, planned: Planned, name: str, began: float, entry: dict[str, object]) -> Self:
@@ -350,6 +352,7 @@ class Run:
             figures.name,
             entry,
             plan=(self._plan.id, self._plan.encoded),
+            expecting=figures.expecting,
         )
         return replace(
             report,

@@ -82,9 +82,12 @@ class View:
         counter: ReadCounter | None = None,
     ) -> None:
         self._store = store
-        self.manifest_id = store.resolve(name)
-        self._lease = store.reading(purpose, [self.manifest_id])
-        self.manifest: Manifest = store.manifest(self.manifest_id)
+        self.manifest_id, self._lease = store.lookup(purpose, name)
+        try:
+            self.manifest: Manifest = store.manifest(self.manifest_id)
+        except BaseException:
+            self._lease.release()
+            raise
         self.counter = counter or ReadCounter()
         self.cache = cache or BlockCache(cache_bytes)
         self._kept = kept

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import fsspec
 
-from mergefs.blocks.pack import PackWriter, Record, pack_name, read_table
+from mergefs.blocks.pack import NO_BASE, PackWriter, Record, pack_name, read_table
 from mergefs.catalog.tables import Location
 from mergefs.errors import CorruptionError, FormatVersionError, NotFoundError, RefMovedError, UserError
 from mergefs.hashing import hex_digest, is_hex_id, is_hex_prefix
@@ -274,6 +274,9 @@ class _Receiver(Receiver):
 
     def has(self, block: bytes) -> bool:
         return bool(self._archive.tiers(block))
+
+    def stands_alone(self, block: bytes) -> bool:
+        return bool(self._archive.tiers(block)[0].record.base == NO_BASE)
 
     def add(self, records: Sequence[Record], payloads: Sequence[bytes]) -> None:
         if self._open is None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mergefs.again import again_if_collected
 from mergefs.blocks import codecs
-from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, largest_block
+from mergefs.blocks.encoding import TIERED
+from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, largest_block
 from mergefs.catalog.tables import Location
+from mergefs.dtypes import BY_CODE
 from mergefs.errors import CorruptionError, NotARepositoryError, UserError
 from mergefs.hashing import digest
 from mergefs.manifest import Manifest
@@ -17,7 +21,7 @@ from mergefs.planner import plan as plans
 from mergefs.store import CONFIG, Store, check_ref_name
 from mergefs.transfer.archive import Archive, is_url
 from mergefs.transfer.repository import RepositorySide
-from mergefs.transfer.side import Model, Side
+from mergefs.transfer.side import Model, Receiver, Side
 
 _BATCH = 16 << 20
 """So many bytes of payloads are read before they are written."""
@@ -102,10 +106,13 @@ def pull(
     check_ref_name(as_ or name)
     if is_url(remote):
         return copy(Archive(remote), name, target, as_ or name, force=force, progress=progress)
-    with _repository(remote, readonly=True, sync=store.sync) as other:
+    # Who may write there can tell gc what is being read.
+    readonly = not os.access(Path(remote) / "catalog", os.W_OK)
+    with _repository(remote, readonly=readonly, sync=store.sync) as other:
         return copy(RepositorySide(other), name, target, as_ or name, force=force, progress=progress)
 
 
+@again_if_collected
 def copy(
     source: Side, name: str, target: Side, as_: str, *, force: bool = False, progress: Progress | None = None
 ) -> TransferReport:
@@ -119,15 +126,20 @@ def copy(
     identity = source.resolve(name)
     with source.sending([identity]), target.receiving() as receiver:
         model = _model(source, identity)
-        places, there = _missing(source, receiver.has, model)
+        places, there = _missing(source, receiver, model)
+        sending = {tiers[0].record.block for tiers in places}
         total = sum(location.record.length for tiers in places for location in tiers)
         sent = 0
         for batch in _batches(places):
             payloads = iter(source.payloads([location for tiers in batch for location in tiers]))
             for tiers in batch:
+                records = [location.record for location in tiers]
                 mine = [_checked(location, next(payloads)) for location in tiers]
-                receiver.add([location.record for location in tiers], mine)
                 sent += sum(map(len, mine))
+                base = records[0].base
+                if base != NO_BASE and not (base in sending or receiver.stands_alone(base)):
+                    records, mine = _alone(source, records[0], mine)
+                receiver.add(records, mine)
                 if progress:
                     progress(sent, total)
         receiver.publish(model, as_, replace=force)
@@ -147,6 +159,30 @@ def _model(source: Side, identity: str) -> Model:
     return Model(manifest, others, (manifest.lineage.plan, encoded))
 
 
+def _alone(source: Side, record: Record, payloads: list[bytes]) -> tuple[list[Record], list[bytes]]:
+    """Encode a block by itself: the receiver has the one that it stands on encoded against yet another one, and what is
+    read stands on one block at most.
+
+    Args:
+        source: has both.
+        record: of the block's first tier.
+        payloads: of all its tiers.
+    """
+    places = _tiers(source, record.base)
+    of_base = [_checked(location, payload) for location, payload in zip(places, source.payloads(places), strict=True)]
+    below = places[0].record
+    base = codecs.decode(below.encoding, of_base[0], below.raw_length, below.dtype)
+    if record.encoding in TIERED:
+        raw = codecs.decode_tiers(payloads, record.raw_length, base)
+    else:
+        raw = codecs.decode(record.encoding, payloads[0], record.raw_length, record.dtype, base)
+    if digest(raw) != record.block:
+        raise CorruptionError(f"block {record.block.hex()} is damaged where the model comes from")
+    encoded = codecs.encode(raw, BY_CODE[record.dtype])
+    changed = replace(record, base=NO_BASE, encoding=int(encoded.encoding), tier=0, tiers=1)
+    return [changed], list(map(bytes, encoded.payloads))
+
+
 def _manifest(source: Side, identity: str) -> Manifest:
     found = source.manifest(identity)
     if found.block_elements != source.block_elements:
@@ -154,8 +190,9 @@ def _manifest(source: Side, identity: str) -> Manifest:
     return found
 
 
-def _missing(source: Side, has: Callable[[bytes], bool], model: Model) -> tuple[list[tuple[Location, ...]], int]:
+def _missing(source: Side, receiver: Receiver, model: Model) -> tuple[list[tuple[Location, ...]], int]:
     """Return the places of blocks that the receiver lacks, those first that others stand on, and how many it has."""
+    has = receiver.has
     roots: dict[bytes, tuple[Location, ...]] = {}
     others: dict[bytes, tuple[Location, ...]] = {}
     there = 0

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from mergefs.blocks.codecs import Encoded, Encoding
-from mergefs.blocks.pack import Record, pack_name
+from mergefs.blocks.pack import NO_BASE, Record, pack_name
 from mergefs.blocks.writer import BlockWriter
 from mergefs.catalog.leases import Lease
 from mergefs.catalog.tables import Location
-from mergefs.errors import RefMovedError
+from mergefs.errors import BlocksCollectedError, CorruptionError, RefMovedError
 from mergefs.manifest import Manifest
 from mergefs.store import Store, plan_name
 from mergefs.transfer.side import Model, Receiver, Side
+
+_LOOKS = 4
 
 
 class RepositorySide(Side):
@@ -45,10 +47,24 @@ class RepositorySide(Side):
 
     def payloads(self, locations: Iterable[Location]) -> list[bytes]:
         """See `Side.payloads`."""
-        return [
-            self._store.backend.get(pack_name(location.pack), location.record.offset, location.record.length)
-            for location in locations
-        ]
+        return [self._payload(location) for location in locations]
+
+    def _payload(self, location: Location) -> bytes:
+        """Return what was at a place, also where gc has moved it since.
+
+        Raises:
+            BlocksCollectedError: when it is not there any more as it was: repack wrote the tier anew.
+        """
+        record, places = location.record, [location]
+        for _ in range(_LOOKS):
+            for place in places:
+                with suppress(FileNotFoundError):
+                    return self._store.backend.get(pack_name(place.pack), place.record.offset, place.record.length)
+            found = self._store.catalog.tiers(record.block)
+            places = [p for p in found if (p.record.tier, p.record.check) == (record.tier, record.check)]
+        if location in self._store.catalog.tiers(record.block):
+            raise CorruptionError(f"pack {location.pack.hex()} with block {record.block.hex()} is missing")
+        raise BlocksCollectedError(f"block {record.block.hex()} was stored anew while it was being sent")
 
     def sending(self, identities: Iterable[str]) -> AbstractContextManager[object]:
         """See `Side.sending`."""
@@ -76,6 +92,10 @@ class _Receiver(Receiver):
             return False
         self._writer.reuse(block)
         return True
+
+    def stands_alone(self, block: bytes) -> bool:
+        location = self._store.catalog.locate(block)
+        return location is not None and location.record.base == NO_BASE
 
     def add(self, records: Sequence[Record], payloads: Sequence[bytes]) -> None:
         first = records[0]

@@ -39,6 +39,10 @@ class Receiver(ABC):
         """Tell whether a block is there already; it stays until the transfer ends."""
 
     @abstractmethod
+    def stands_alone(self, block: bytes) -> bool:
+        """Tell whether a block that is there is encoded by itself, so that others can be encoded against it."""
+
+    @abstractmethod
     def add(self, records: Sequence[Record], payloads: Sequence[bytes]) -> None:
         """Take in a block: the records of all its tiers and their payloads."""
 
