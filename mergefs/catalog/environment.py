@@ -284,6 +284,10 @@ class Transaction:
                 raise
             yield key, content
 
+    def keys(self, table: str) -> Iterator[bytes]:
+        """Yield the keys in their order, whether or not their values are damaged."""
+        return (key for key, _ in self._pairs(table, b""))
+
     def damaged(self, table: str) -> Iterator[bytes]:
         """Yield the keys whose values are not what was put."""
         for key, value in self._pairs(table, b""):

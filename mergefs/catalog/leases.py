@@ -140,7 +140,9 @@ class Lease:
 
     def _take(self, txn: Transaction, entry: dict[str, Any], manifests: Iterable[str] | None) -> frozenset[str]:
         if manifests is None:
-            manifests = [key.hex() for key, _ in txn.items("manifests")]
+            # With an entry that is damaged gc takes nothing, and fsck still has to look at the others.
+            damaged = set(txn.damaged("manifests"))
+            manifests = [key.hex() for key in txn.keys("manifests") if key not in damaged]
         claimed = frozenset(manifests)
         for manifest in claimed:
             if txn.get("manifests", bytes.fromhex(manifest)) is None:
