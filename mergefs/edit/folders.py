@@ -77,7 +77,8 @@ def create(store: Store, name: str) -> SessionInfo:
             "format": FORMAT,
             "version": VERSION,
             "manifest": manifest,
-            "ref": name if store.refs().get(name) == manifest else None,
+            # A ref may have been moved since it was looked up: the commit then says so.
+            "ref": None if manifest.startswith(name) and store.refs().get(name) != manifest else name,
             "created": time.time(),
         }
         _write(folder / _DESCRIPTION, description, sync=store.sync)
