@@ -12,7 +12,7 @@ from mergefs.catalog.environment import MENDING, Transaction
 from mergefs.catalog.leases import Lease, NoLease
 from mergefs.catalog.pages import PagesError, check_pages
 from mergefs.catalog.tables import TABLES, Location, locations, ref_entries
-from mergefs.configuration import configuration_damage
+from mergefs.configuration import CONFIG, configuration_damage
 from mergefs.edit.folders import SESSIONS, damaged_files, identities
 from mergefs.edit.folders import read as read_session
 from mergefs.errors import CorruptionError, MergefsError, NotFoundError
@@ -23,7 +23,8 @@ from mergefs.merge.lazy import load_plan
 from mergefs.merge.remembered import TABLE as DERIVATIONS
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.plan import Plan
-from mergefs.store import CONFIG, REF_COPIES, Store, decode_ref_copy, ref_copy_name
+from mergefs.refs import REF_COPIES, decode_ref_copy, ref_copy_name
+from mergefs.store import Store
 
 Progress = Callable[[int, int], None]
 

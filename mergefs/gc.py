@@ -257,19 +257,19 @@ class _Collection:
 
     def _sweep_manifests(self, live: set[str]) -> int:
         """Remove dead manifests and their statistics from the catalog; return how many there were."""
-        dead = [key for key, _ in self._txn.items("manifests") if key.hex() not in live]
+        dead = [key for key in self._txn.keys("manifests") if key.hex() not in live]
         if self._dry_run:
             return len(dead)
         for key in dead:
             self._txn.delete("manifests", key)
-            for entry in [entry for entry, _ in self._txn.items("checksums", key)]:
+            for entry in list(self._txn.keys("checksums", key)):
                 self._txn.delete("checksums", entry)
         gone = set(dead)
         for table in ("statistics", "thresholds") if gone else ():
-            for entry in [entry for entry, _ in self._txn.items(table)]:
+            for entry in list(self._txn.keys(table)):
                 if not gone.isdisjoint((entry[:32], entry[32:64])):  # the expert's and the base's
                     self._txn.delete(table, entry)
-        for entry in [entry for entry, _ in self._txn.items("products")] if gone else ():
+        for entry in list(self._txn.keys("products")) if gone else ():
             if not gone.isdisjoint((entry[:32], entry[32:64], entry[64:96])):
                 self._txn.delete("products", entry)
         for entry in list(facts_of(self._txn, gone)) if gone else ():

@@ -33,11 +33,12 @@ from mergefs.manifest import Blob, FileRecipe, Lineage, Manifest, Tensor, Tensor
 from mergefs.pipeline import available_cores, ordered
 from mergefs.planner.adapters import check_delta
 from mergefs.planner.fitting import prepare, prepare_delta
+from mergefs.refs import check_ref_name
 from mergefs.statistics.measure import BlockMeasure, Collector, coarse_sample, measure_block, unchanged_block
 from mergefs.statistics.sample import positions
 from mergefs.statistics.stored import with_stored_bytes
 from mergefs.statistics.tensor import products_key, statistics_key
-from mergefs.store import Publication, Store, check_ref_name
+from mergefs.store import Publication, Store
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""

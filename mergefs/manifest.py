@@ -12,16 +12,15 @@ from math import prod
 from typing import Any
 
 from mergefs import canonical
-from mergefs.blocks.geometry import Grid, grid
+from mergefs.blocks.geometry import MOST_BLOCK_ELEMENTS, Grid, grid
 from mergefs.checkpoint.strict import LARGEST, flaw
 from mergefs.dtypes import DTYPES, DType
 from mergefs.errors import CorruptionError, FormatVersionError
 from mergefs.hashing import hex_digest, is_hex
-from mergefs.parts import cut, hex_id, items, natural, only, positive, real, text
+from mergefs.parts import cut, flag, hex_id, items, natural, only, positive, real, text
 
 FORMAT = "mergefs-manifest"
 VERSION = 1
-MOST_BLOCK_ELEMENTS = 1 << 27
 _ADDED = frozenset(("low_rank", "difference"))
 
 
@@ -221,10 +220,10 @@ class Manifest:
                     yield bytes.fromhex(segment.block), segment.size
         for tensor in self.tensors:
             for part in (tensor, *(tensor.added.tensors if tensor.added else ())):
-                cut = part.grid(self.block_elements)
+                regular = part.grid(self.block_elements)
                 for number, block in enumerate(part.blocks):
                     if block is not None:
-                        first, stop = cut.extent(number)
+                        first, stop = regular.extent(number)
                         yield bytes.fromhex(block), (stop - first) * part.dtype.itemsize
 
     def block_ids(self) -> Iterator[bytes]:
@@ -394,14 +393,12 @@ def _added(value: dict[str, Any]) -> LowRank | Difference:
     part = value[kind]
     only(part, {"down", "up", "scale", "magnitude", "transposed"})
     scale, magnitude, transposed = part["scale"], part["magnitude"], part["transposed"]
-    if type(transposed) is not bool:
-        raise ValueError(f"{transposed!r} is no flag")
     return LowRank(
         _plain_tensor(part["down"]),
         _plain_tensor(part["up"]),
         real(scale),
         None if magnitude is None else _plain_tensor(magnitude),
-        transposed,
+        flag(transposed),
     )
 
 

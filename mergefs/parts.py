@@ -36,6 +36,13 @@ def items(value: Any) -> list[Any]:
     return value
 
 
+def flag(value: Any) -> bool:
+    """Return true or false."""
+    if type(value) is not bool:
+        raise ValueError(f"{value!r} is no flag")
+    return value
+
+
 def text(value: Any) -> str:
     """Return a text."""
     if not isinstance(value, str):

@@ -20,10 +20,12 @@ from mergefs.blocks.tiers import decode_delta
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import living
 from mergefs.catalog.tables import Catalog, Location, get_location, put_location
+from mergefs.configuration import read_config
 from mergefs.errors import CorruptionError, MergefsError, RefNameError, UserError
 from mergefs.hashing import Buffer, digest, hex_digest, is_hex_id
 from mergefs.manifest import Manifest, decode
-from mergefs.store import REF_COPIES, check_ref_name, decode_ref_copy, manifest_name, read_config
+from mergefs.refs import REF_COPIES, check_ref_name, decode_ref_copy
+from mergefs.store import manifest_name
 
 _NEW = "catalog.new"
 _COMBINATIONS = 64

@@ -20,8 +20,9 @@ from mergefs.fsck import FsckReport, Problem, Progress
 from mergefs.hashing import Buffer, digest, is_hex_id
 from mergefs.merge.remembered import TABLE as DERIVATIONS
 from mergefs.rebuild import usable_tiers
+from mergefs.refs import decode_ref_copy, ref_copy_name
 from mergefs.rewriting import Rewrite
-from mergefs.store import Store, decode_ref_copy, manifest_name, plan_name, ref_copy_name
+from mergefs.store import Store, manifest_name, plan_name
 
 QUARANTINE = "quarantine"
 

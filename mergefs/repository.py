@@ -151,7 +151,8 @@ class Repository(Store):
         """Mount one model, or everything; see `mergefs.serve.mount.mount`."""
         from mergefs.serve.mount import mount
 
-        return mount(self.path, name, Path(directory), **{"sync": self.sync, **options})
+        own = {"sync": self.sync, "check_blocks": self.check_blocks}
+        return mount(self.path, name, Path(directory), **{**own, **options})
 
     def edit(self, name: str | None = None, *, resume: str | None = None) -> Session:
         """Open a model for writing, or with `resume` go on with a session; see `mergefs.edit.session.Session`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -16,41 +15,38 @@ from mergefs import manifest as manifests
 from mergefs.again import ATTEMPTS, again_if_collected
 from mergefs.backend import LocalBackend, flush_folder
 from mergefs.blocks.checking import chosen_checking
-from mergefs.blocks.exact import CODINGS, Exact, check_exact
+from mergefs.blocks.exact import Exact, check_exact
 from mergefs.blocks.pack import NO_BASE
 from mergefs.catalog.environment import Transaction
 from mergefs.catalog.leases import Lease, NoLease, leases
 from mergefs.catalog.tables import Catalog, get_location, get_manifest, put_manifest, put_ref, ref_entries
+from mergefs.configuration import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_EXACT,
+    LARGEST_BLOCK_SIZE,
+    VERSION,
+    new_config,
+    read_config,
+    write_config,
+)
 from mergefs.errors import (
     BlocksCollectedError,
     CatalogDamagedError,
     CatalogMissingError,
     CorruptionError,
     DestinationError,
-    FormatVersionError,
-    MergefsError,
-    NotARepositoryError,
     NotFoundError,
     RefMovedError,
-    RefNameError,
     UserError,
 )
-from mergefs.hashing import hex_digest, is_hex_id, is_hex_prefix
+from mergefs.hashing import hex_digest, is_hex_prefix
 from mergefs.json_input import load_json
 from mergefs.manifest import Manifest
+from mergefs.refs import REF_COPIES, check_ref_name, encode_ref_copy, may_be_ref, ref_copy_name
 
-CONFIG = "mergefs.json"
-CONFIG_COPY = "mergefs.copy.json"
-FORMAT = "mergefs-repository"
-VERSION = 2
-DEFAULT_BLOCK_SIZE = 1 << 20
-LARGEST_BLOCK_SIZE = 2 * manifests.MOST_BLOCK_ELEMENTS
-DEFAULT_EXACT: Exact = "fast"
-REF_COPIES = "refs"
 _FOLDERS = ("packs", "manifests", "plans", REF_COPIES, "tmp")
 _ABANDONED_AFTER = 3600.0
 """Seconds after which a temporary file that no lease names is taken for left behind."""
-_REF_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._@+-")
 
 
 class Store:
@@ -129,19 +125,10 @@ class Store:
         except OSError as error:
             raise DestinationError(f"{folder} cannot be made into a repository: {error.strerror or error}") from error
         Catalog.create(folder / "catalog", sync=sync).close()
-        config = {
-            "format": FORMAT,
-            "version": VERSION,
-            "hash": "blake3",
-            "block_size": block_size,
-            "block_elements": block_size // 2,
-            "exact": coding,
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
         for made in (folder / "catalog", folder, folder.parent) if sync else ():
             flush_folder(made)
         # Written last: a folder without it is not a repository.
-        write_config(folder, config, sync=sync)
+        write_config(folder, new_config(block_size, coding), sync=sync)
         return cls(folder, sync=sync)
 
     @classmethod
@@ -351,7 +338,7 @@ class Store:
         Raises:
             NotFoundError: when there is none, or the prefix fits several.
         """
-        found = self.catalog.ref(name) if _may_be_ref(name) else None
+        found = self.catalog.ref(name) if may_be_ref(name) else None
         if found is not None:
             return found
         if is_hex_prefix(name):
@@ -401,7 +388,7 @@ class Store:
         def delete(txn: Transaction) -> dict[str, str]:
             gone = {}
             for name in wanted:
-                value = txn.get("refs", name.encode()) if _may_be_ref(name) else None
+                value = txn.get("refs", name.encode()) if may_be_ref(name) else None
                 if value is None:
                     raise NotFoundError(f"there is no ref '{name}': 'mergefs ls' shows them")
                 gone[name] = str(load_json(value)["manifest"])
@@ -561,160 +548,5 @@ def plan_name(identity: str) -> str:
     return f"plans/{identity[:2]}/{identity}.json"
 
 
-def encode_ref_copy(entry: dict[str, Any]) -> bytes:
-    """Return the bytes of a ref's copy: a line of JSON, and a line with its hash."""
-    line = json.dumps(entry, sort_keys=True).encode()
-    return line + b"\n" + hex_digest(line).encode() + b"\n"
-
-
-def decode_ref_copy(data: bytes) -> dict[str, Any]:
-    """Read a ref's copy.
-
-    Raises:
-        CorruptionError: when it is damaged.
-    """
-    line, _, rest = data.partition(b"\n")
-    if rest != hex_digest(line).encode() + b"\n":
-        raise CorruptionError("the copy of a ref is damaged: its bytes have another hash")
-    try:
-        entry = load_json(line)
-        whole = (
-            isinstance(entry, dict)
-            and is_hex_id(entry["manifest"])
-            and (entry["previous"] is None or is_hex_id(entry["previous"]))
-            and isinstance(entry["time"], (int, float))
-            and isinstance(entry.get("about", {}), dict)
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptionError(f"the copy of a ref is malformed: {error!r}") from error
-    if not whole:
-        raise CorruptionError("the copy of a ref is malformed: a part of it is of another kind")
-    return dict(entry)
-
-
-def ref_copy_name(name: str) -> str:
-    """Return the object name of the copy of a ref."""
-    return f"{REF_COPIES}/{name}.json"
-
-
 def _checksum_key(manifest: str, path: str) -> bytes:
     return bytes.fromhex(manifest) + hashlib.sha256(path.encode()).digest()
-
-
-def check_ref_name(name: str) -> None:
-    """Check a ref's name: 1 to 200 letters, digits and `._@+-`, not beginning with `.` or `-`.
-
-    Raises:
-        RefNameError: when it is malformed, or could be taken for a manifest's id.
-    """
-    if not name or len(name) > 200 or not set(name) <= _REF_CHARACTERS or name[0] in ".-" or ".." in name:
-        raise RefNameError(
-            f"{name!r} cannot be a name: use up to 200 letters, digits and . _ @ + -, with no .. and beginning"
-            " with a letter or digit"
-        )
-    if is_hex_id(name):
-        raise RefNameError(f"{name!r} cannot be a name: it looks like a manifest's id")
-
-
-def _may_be_ref(name: str) -> bool:
-    """Tell whether a name that somebody gave can be looked up."""
-    return 0 < len(name) <= 200 and set(name) <= _REF_CHARACTERS
-
-
-def find_repository(start: Path) -> Path:
-    """Return the nearest folder from `start` upwards that is a repository.
-
-    Raises:
-        NotARepositoryError: when there is none.
-    """
-    for folder in (start, *start.parents):
-        if (folder / CONFIG).is_file():
-            return folder
-    raise NotARepositoryError(
-        f"{start} is not inside a mergefs repository: give one with -R DIR or MERGEFS_REPO, or make one with"
-        " 'mergefs init DIR'"
-    )
-
-
-def read_config(path: Path, *, oldest: int = VERSION) -> dict[str, Any]:
-    """Return a repository's configuration.
-
-    Args:
-        path: its folder.
-        oldest: the lowest version that will do.
-
-    Raises:
-        NotARepositoryError: when the folder is not a repository.
-        FormatVersionError: when it was made by a newer mergefs, or is of a version below the lowest one.
-        MergefsError: when the configuration is damaged.
-    """
-    try:
-        return decode_config(path / CONFIG, oldest=oldest)
-    except (FileNotFoundError, NotADirectoryError):
-        if all((path / name).is_dir() for name in ("packs", "manifests", "catalog")):
-            raise NotARepositoryError(
-                f"{path} has lost its {CONFIG}: 'mergefs -R {path} fsck --repair' makes it again"
-            ) from None
-        raise NotARepositoryError(f"{path} is not a mergefs repository: 'mergefs init {path}' makes one") from None
-    except PermissionError as error:
-        raise NotARepositoryError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def decode_config(file: Path, *, oldest: int = 1) -> dict[str, Any]:
-    """Return what a file with a repository's configuration says.
-
-    Args:
-        file: the configuration, or its copy.
-        oldest: the lowest version that will do.
-
-    Raises:
-        OSError: when it cannot be read.
-        NotARepositoryError, FormatVersionError, MergefsError: see `read_config`.
-    """
-    mending = f"'mergefs -R {file.parent} fsck --repair' makes it again"
-    try:
-        config = load_json(file.read_bytes())
-    except ValueError as error:
-        raise MergefsError(f"{file} is damaged: {error}; {mending}") from error
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise NotARepositoryError(f"{file} is not a mergefs repository's, or it is damaged: {mending}")
-    version = config.get("version")
-    if "check" in config and config["check"] != _config_check(config):
-        raise MergefsError(f"{file} is damaged, or was changed by hand: {mending}")
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise FormatVersionError(
-            f"{file.parent} has format version {version!r}, this mergefs knows up to {VERSION}: upgrade mergefs"
-        )
-    if version < oldest:
-        raise FormatVersionError(
-            f"{file.parent} has format version {version}, and this mergefs works with version {VERSION}:"
-            f" 'mergefs -R {file.parent} migrate' brings it there, without changing any model"
-        )
-    size = config.get("block_elements")
-    if (
-        config.get("hash") != "blake3"
-        or type(size) is not int
-        or not 1 <= size <= LARGEST_BLOCK_SIZE // 2
-        or (version > 1 and "check" not in config)
-    ):
-        raise MergefsError(f"{file} is damaged: it lacks its hash, block size or check; {mending}")
-    config.setdefault("exact", DEFAULT_EXACT)
-    if config["exact"] not in CODINGS:
-        raise MergefsError(f"{file} is damaged: the exact tier has no coding {config['exact']!r}; {mending}")
-    return config
-
-
-def write_config(path: Path, config: dict[str, Any], *, sync: bool = True) -> None:
-    """Write a repository's configuration, and its copy before; one of the first version has neither check nor copy."""
-    backend = LocalBackend(path, sync=sync)
-    if config["version"] > 1:
-        config = {**config, "check": _config_check(config)}
-    data = json.dumps(config, indent=2).encode() + b"\n"
-    if config["version"] > 1:
-        backend.replace(CONFIG_COPY, data)
-    backend.replace(CONFIG, data)
-
-
-def _config_check(config: dict[str, Any]) -> str:
-    rest = {key: value for key, value in config.items() if key != "check"}
-    return hex_digest(json.dumps(rest, sort_keys=True).encode())[:16]

@@ -15,9 +15,10 @@ from mergefs.blocks.pack import pack_name, read_records
 from mergefs.blocks.writer import adopt
 from mergefs.errors import CorruptionError, UserError
 from mergefs.rebuild import rebuild
+from mergefs.refs import REF_COPIES
 from mergefs.repository import Repository
 from mergefs.rewriting import Rewrite
-from mergefs.store import REF_COPIES, manifest_name, plan_name
+from mergefs.store import manifest_name, plan_name
 
 
 @pytest.fixture

@@ -13,6 +13,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_BLOCK_ELEMENTS = 1 << 27
+"""Of a block, in any repository."""
+
 
 @dataclass(frozen=True)
 class Grid:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from mergefs.blocks.geometry import MOST_BLOCK_ELEMENTS
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer, Hasher, digest
 
@@ -21,8 +22,6 @@ FOOTER_MAGIC = b"mfsends1"
 CHECK_BYTES = 16
 NO_BASE = bytes(32)
 MOST_TIERS = 4
-LARGEST_BLOCK = 1 << 30
-"""Bytes of a block of the widest elements where blocks are as large as they can be; see `largest_block`."""
 
 _RECORD = struct.Struct("<32s32s16sQIIBBBB")
 _FOOTER = struct.Struct("<QII32s8s")
@@ -210,7 +209,7 @@ def read_table(name: str, size: int, read: Callable[[int, int], bytes]) -> list[
             raise CorruptionError(f"{name}: a record points outside the pack")
         if not record.tier < record.tiers <= MOST_TIERS:
             raise CorruptionError(f"{name}: a record is of tier {record.tier} of {record.tiers}")
-        if record.raw_length > LARGEST_BLOCK:
+        if record.raw_length > largest_block(MOST_BLOCK_ELEMENTS):
             raise CorruptionError(f"{name}: a record is of a block of {record.raw_length} bytes, which no block has")
     return records
 

@@ -284,9 +284,9 @@ class Transaction:
                 raise
             yield key, content
 
-    def keys(self, table: str) -> Iterator[bytes]:
-        """Yield the keys in their order, whether or not their values are damaged."""
-        return (key for key, _ in self._pairs(table, b""))
+    def keys(self, table: str, prefix: bytes = b"") -> Iterator[bytes]:
+        """Yield the keys that begin with `prefix` in their order, whether or not their values are damaged."""
+        return (key for key, _ in self._pairs(table, prefix))
 
     def damaged(self, table: str) -> Iterator[bytes]:
         """Yield the keys whose values are not what was put."""

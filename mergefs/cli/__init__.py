@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 import click
@@ -75,7 +74,8 @@ class _Lazy(click.Group):
 @click.option(
     "--check-blocks",
     type=click.Choice(["always", "sampled", "never"]),
-    help="Compare experts' blocks with their ids in merges (MERGEFS_CHECK_BLOCKS; default: sampled).",
+    envvar="MERGEFS_CHECK_BLOCKS",
+    help="Compare experts' blocks with their ids in merges (default: sampled).",
 )
 @click.version_option(package_name="mergefs")
 @click.pass_context
@@ -85,8 +85,6 @@ def cli(ctx: click.Context, repo: str | None, no_sync: bool, check_blocks: str |
     The repository is the one given with -R or MERGEFS_REPO, or the nearest folder upwards that is one.
     """
     ctx.obj = repo
-    if check_blocks:
-        os.environ["MERGEFS_CHECK_BLOCKS"] = check_blocks  # for the processes of mounts as well
 
 
 def main() -> None:

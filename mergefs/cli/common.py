@@ -17,9 +17,9 @@ from typing import Any
 import click
 
 from mergefs.cli import printable
+from mergefs.configuration import find_repository
 from mergefs.errors import UserError
 from mergefs.repository import Repository
-from mergefs.store import find_repository
 from mergefs.units import format_size
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -38,7 +38,8 @@ def open_repository(given: str | None) -> Repository:
     path = Path(given) if given else find_repository(Path.cwd())
     catalog = path / "catalog"
     readonly = catalog.is_dir() and not os.access(catalog, os.W_OK)
-    return Repository.open(path, readonly=readonly, sync=syncs())
+    check_blocks = click.get_current_context().find_root().params["check_blocks"]
+    return Repository.open(path, readonly=readonly, sync=syncs(), check_blocks=check_blocks)
 
 
 def syncs() -> bool:

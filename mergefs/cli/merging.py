@@ -31,8 +31,8 @@ from mergefs.planner.importance import load_importance
 from mergefs.planner.plot import check_plot, draw_curve
 from mergefs.planner.resolve import Planned
 from mergefs.recipe import Recipe
+from mergefs.refs import check_ref_name
 from mergefs.repository import Repository
-from mergefs.store import check_ref_name
 from mergefs.units import format_size, parse_size
 
 seed_option = click.option("--seed", type=click.IntRange(0, 2**53 - 1), default=0, help="Of random methods.")

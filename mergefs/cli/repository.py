@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mergefs.blocks.exact import CODINGS
 from mergefs.cli.common import emit, json_option, keep_freed_memory, progress, repository, syncs, threads_option
+from mergefs.configuration import DEFAULT_EXACT, find_repository
 from mergefs.gc import REWRITE_ABOVE
 from mergefs.repository import Repository
-from mergefs.store import DEFAULT_EXACT, find_repository
 from mergefs.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from mergefs.fsck import Problem
 
 
 @click.command()
@@ -108,15 +112,14 @@ def fsck(repo: str | None, read_data: bool, repair: bool, as_json: bool) -> None
     from mergefs.fsck import FsckReport, catalog_damage
 
     path = Path(repo) if repo else find_repository(Path.cwd())
-    mended_first = mend_configuration(path.absolute()) if repair else None
+    mended_first = mend_configuration(path.absolute(), sync=syncs()) if repair else None
     if mended_first:
         click.echo(f"mergefs: {mended_first}", err=True)
     damage = catalog_damage(path) if (path / "catalog" / "data.mdb").is_file() else None
     if damage is not None:
         # LMDB is not asked to open it: it may end the process over it.
         broken = FsckReport((damage,), 0, 0, 0, 0, read_data)
-        text = f"{damage.kind} {damage.name}: {damage.message} (affects {', '.join(damage.affects)})"
-        emit({"ok": False, **vars(broken)}, as_json, lambda: text)
+        emit({"ok": False, **vars(broken)}, as_json, lambda: _line(damage))
         sys.exit(1)
     with repository(repo) as opened, progress("checking", in_bytes=False) as tell:
         if repair:
@@ -130,17 +133,18 @@ def fsck(repo: str | None, read_data: bool, repair: bool, as_json: bool) -> None
             report = opened.fsck(read_data=read_data, progress=tell)
             problems, value = report.errors, {"ok": report.ok, **vars(report)}
             summary = f"{report.manifests} manifests, {report.blocks} blocks and {report.packs} packs checked"
-    lines = [
-        f"{problem.kind} {problem.name}: {problem.message}"
-        + (f" (affects {', '.join(problem.affects)})" if problem.affects else "")
-        for problem in problems
-    ]
+    lines = [_line(problem) for problem in problems]
     lines.append(f"{summary}: {len(problems) or 'no'} errors{' left' if repair else ''}")
     if repair and (lost := sorted({name for problem in problems for name in problem.affects})):
         lines.append(f"to have them whole, ingest again, or merge again: {', '.join(lost)}")
     emit(value, as_json, lambda: "\n".join(lines))
     if problems:
         sys.exit(1)
+
+
+def _line(problem: Problem) -> str:
+    affects = f" (affects {', '.join(problem.affects)})" if problem.affects else ""
+    return f"{problem.kind} {problem.name}: {problem.message}{affects}"
 
 
 @click.group()

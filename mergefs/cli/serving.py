@@ -49,7 +49,7 @@ def mount(
         raise click.UsageError("mount takes a ref and a directory, or a directory alone")
     *ref, directory = target
     with repository(repo) as opened:
-        path, sync = opened.path, opened.sync
+        path, sync, check_blocks = opened.path, opened.sync, opened.check_blocks
         if ref:
             opened.resolve(ref[0])
     info = start(
@@ -61,6 +61,7 @@ def mount(
         log=log,
         store=store,
         sync=sync,
+        check_blocks=check_blocks,
         **sizes,
     )
     if info.cleared:

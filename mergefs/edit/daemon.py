@@ -100,12 +100,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--log", type=_absolute, default=Path(os.devnull), help="where errors go once it serves")
     parser.add_argument("--allow-other", action="store_true", help="let other users in")
     parser.add_argument("--no-sync", action="store_true", help="flush nothing to the disk")
+    parser.add_argument("--check-blocks", help="how many blocks of merges are compared with their ids")
     return mount_daemon.run(parser.parse_args(arguments), _run)
 
 
 def _run(options: argparse.Namespace, ready: Callable[[], None]) -> None:
     """Open the session, serve it, and close it however it went."""
-    repository = Repository.open(options.repo, sync=not options.no_sync)
+    repository = Repository.open(options.repo, sync=not options.no_sync, check_blocks=options.check_blocks)
     try:
         session = Session(repository, options.session)
         try:

@@ -18,10 +18,11 @@ from typing import Any
 from mergefs.backend import flush_folder
 from mergefs.blocks.pack import hash_file
 from mergefs.errors import CorruptionError, NotFoundError, RefMovedError, RefNameError, UserError
-from mergefs.hashing import hex_digest, is_hex, is_hex_id
-from mergefs.json_input import load_json
+from mergefs.hashing import is_hex, is_hex_id
+from mergefs.json_input import json_check, load_json
 from mergefs.locks import is_locked, take
-from mergefs.store import Store, check_ref_name
+from mergefs.refs import check_ref_name
+from mergefs.store import Store
 
 SESSIONS = "sessions"
 FORMAT = "mergefs-session"
@@ -370,19 +371,15 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     check = value.pop("check", None)  # there is none in those of before there were checks
-    if check is not None and check != _check(value):
+    if check is not None and check != json_check(value):
         raise ValueError("its bytes have another hash")
     return value
-
-
-def _check(value: dict[str, Any]) -> str:
-    return hex_digest(json.dumps(value, sort_keys=True).encode())[:16]
 
 
 def _write(path: Path, value: dict[str, Any], *, sync: bool) -> None:
     new = path.with_name(f"{path.name}.new")
     with open(new, "wb") as file:
-        file.write(json.dumps({**value, "check": _check(value)}, indent=2).encode() + b"\n")
+        file.write(json.dumps({**value, "check": json_check(value)}, indent=2).encode() + b"\n")
         file.flush()
         if sync:
             os.fsync(file.fileno())

@@ -78,7 +78,7 @@ def edit(
             mounting.umount(point)
         made = mounting._prepare(point)
         options = ["--repo", str(store.path), f"--session={session.id}", *(["--allow-other"] if allow_other else [])]
-        options += [] if store.sync else ["--no-sync"]
+        options += [f"--check-blocks={store.check_blocks}", *([] if store.sync else ["--no-sync"])]
         options += [*mounting._log_options(log, foreground), "--", str(point)]
         with mounting._Endings(foreground) as endings:
             try:

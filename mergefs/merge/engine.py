@@ -20,7 +20,8 @@ from mergefs.planner.fitting import fit_models
 from mergefs.planner.models import Models, find_models
 from mergefs.planner.resolve import make_plan
 from mergefs.recipe import Recipe
-from mergefs.store import Store, check_ref_name
+from mergefs.refs import check_ref_name
+from mergefs.store import Store
 
 
 @dataclass(frozen=True)

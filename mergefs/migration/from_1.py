@@ -20,10 +20,11 @@ from mergefs.errors import CorruptionError, MergefsError
 from mergefs.hashing import digest
 from mergefs.migration.step import Done, Progress
 from mergefs.migration.trits import HEAD, has_trits, rewritten
+from mergefs.refs import REF_COPIES, decode_ref_copy, ref_copy_name
 from mergefs.repack import refresh_statistics
 from mergefs.rewriting import Rewrite, delete_objects, is_spent
 from mergefs.statistics.tensor import TensorStatistics
-from mergefs.store import REF_COPIES, Store, decode_ref_copy, ref_copy_name
+from mergefs.store import Store
 
 
 def from_1(store: Store, progress: Progress | None = None) -> Done:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergefs.catalog.leases import living
+from mergefs.configuration import VERSION, read_config
 from mergefs.errors import UserError
 from mergefs.migration.from_1 import from_1
 from mergefs.migration.step import Done, Progress
-from mergefs.store import VERSION, Store, read_config
+from mergefs.store import Store
 
 _STEPS: dict[int, Callable[[Store, Progress | None], Done]] = {1: from_1}
 """What leads from each version to the next."""

@@ -18,7 +18,7 @@ from mergefs.errors import CorruptionError, FormatVersionError
 from mergefs.hashing import hex_digest
 from mergefs.manifest import Blob, FileRecipe, decode_file
 from mergefs.merge.parameters import Scalar
-from mergefs.parts import cut, hex_id, items, natural, only, real, text
+from mergefs.parts import cut, flag, hex_id, items, natural, only, real, text
 from mergefs.planner.older import as_now
 
 FORMAT = "mergefs-plan"
@@ -197,7 +197,7 @@ def decode(data: bytes) -> Plan:
             text(value["method"]),
             hex_id(value["base"]),
             tuple(hex_id(expert) for expert in items(value["experts"])),
-            _flag(value["baseless"]),
+            flag(value["baseless"]),
             tuple(_numbers(numbers) for numbers in items(value["numbers"])),
             None if value["dtype"] is None else DTYPES[value["dtype"]].name,
             natural(value["seed"]),
@@ -253,12 +253,6 @@ def _numbers(value: dict[str, Any]) -> Numbers:
 
 def _reals(value: Any) -> tuple[float, ...]:
     return tuple(real(x) for x in items(value))
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"{value!r} is no flag")
-    return value
 
 
 def _encoded(values: Mapping[str, Scalar]) -> dict[str, Any]:

@@ -25,13 +25,14 @@ from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile, make_instance
 from fsspec.utils import tokenize
 
+from mergefs.configuration import find_repository
 from mergefs.errors import NotFoundError, UserError
 from mergefs.hashing import Buffer, hex_digest
 from mergefs.manifest import FileRecipe, Manifest
 from mergefs.pipeline import available_cores, ordered
 from mergefs.serve.pool import Pool
 from mergefs.serve.view import View
-from mergefs.store import Store, find_repository
+from mergefs.store import Store
 
 REPOSITORY_VARIABLE = "MERGEFS_REPO"
 IDLE_VIEWS = 4

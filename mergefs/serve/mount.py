@@ -78,6 +78,7 @@ def mount(
     keep: int = 0,
     store: bool = False,
     sync: bool = True,
+    check_blocks: str | None = None,
 ) -> MountInfo:
     """Mount one model, or with `ref` None everything, at `directory`; return when the mount serves.
 
@@ -93,6 +94,7 @@ def mount(
         keep: bytes of derived blocks of lazy merges that it keeps in a file of the repository while it lives.
         store: store derived blocks of lazy merges in packs.
         sync: flush what is stored, leases included, to the disk.
+        check_blocks: see `Store`.
 
     Raises:
         UserError: when derived blocks are to be kept in a file and stored as well, or a size is negative.
@@ -114,6 +116,7 @@ def mount(
     options += ["--allow-other"] if allow_other else []
     options += [f"--cache-size={cache_size}", f"--keep={keep}", *(["--store"] if store else [])]
     options += [] if sync else ["--no-sync"]
+    options += [] if check_blocks is None else [f"--check-blocks={check_blocks}"]
     with _Endings(foreground) as endings:
         try:
             process = _start([*options, *_log_options(log, foreground), "--", str(point)], foreground)

@@ -26,13 +26,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+from mergefs.configuration import CONFIG
 from mergefs.errors import MergefsError, MountError, NotFoundError
 from mergefs.repository import Repository
 from mergefs.serve.fuse_binding import load_binding
 from mergefs.serve.fuse_tree import ATTRIBUTE, AllModels, Node, OpenFile, SingleModel, Tree
 from mergefs.serve.mount_table import FILE_SYSTEM, STATE
 from mergefs.serve.served import Keeping, ServedModels
-from mergefs.store import CONFIG
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -342,7 +342,10 @@ def _run(options: argparse.Namespace, ready: Callable[[], None]) -> None:
     began = time.time()
     readonly = (options.repo / "catalog").is_dir() and not os.access(options.repo / "catalog", os.W_OK)
     with ExitStack() as stack:
-        repository = stack.enter_context(Repository.open(options.repo, readonly=readonly, sync=not options.no_sync))
+        opened = Repository.open(
+            options.repo, readonly=readonly, sync=not options.no_sync, check_blocks=options.check_blocks
+        )
+        repository = stack.enter_context(opened)
         served = ServedModels(repository, Keeping(options.cache_size, options.keep, options.store))
         stack.callback(served.close)
         tree: Tree = AllModels(served) if options.ref is None else SingleModel(served, options.ref)
@@ -430,6 +433,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep", type=int, default=0, help="bytes of derived blocks kept in a file")
     parser.add_argument("--store", action="store_true", help="store derived blocks in packs")
     parser.add_argument("--no-sync", action="store_true", help="flush nothing to the disk")
+    parser.add_argument("--check-blocks", help="how many blocks of merges are compared with their ids")
     return parser
 
 

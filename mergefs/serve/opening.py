@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mergefs.configuration import find_repository
 from mergefs.serve.view import View
-from mergefs.store import Store, find_repository
+from mergefs.store import Store
 
 _VARIABLE = "MERGEFS_REPO"
 

@@ -17,20 +17,14 @@ import fsspec
 
 from mergefs.blocks.pack import NO_BASE, PackWriter, Record, pack_name, read_table
 from mergefs.catalog.tables import Location
+from mergefs.configuration import LARGEST_BLOCK_SIZE
 from mergefs.errors import CorruptionError, FormatVersionError, NotFoundError, RefMovedError, UserError
 from mergefs.hashing import hex_digest, is_hex_id, is_hex_prefix
 from mergefs.json_input import load_json
 from mergefs.manifest import Manifest, decode
 from mergefs.parts import positive
-from mergefs.store import (
-    LARGEST_BLOCK_SIZE,
-    check_ref_name,
-    decode_ref_copy,
-    encode_ref_copy,
-    manifest_name,
-    plan_name,
-    ref_copy_name,
-)
+from mergefs.refs import check_ref_name, decode_ref_copy, encode_ref_copy, ref_copy_name
+from mergefs.store import manifest_name, plan_name
 from mergefs.transfer.placing import placing
 from mergefs.transfer.side import Model, Receiver, Side
 

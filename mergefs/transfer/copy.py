@@ -13,12 +13,14 @@ from mergefs.blocks import codecs
 from mergefs.blocks.encoding import TIERED
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, largest_block
 from mergefs.catalog.tables import Location
+from mergefs.configuration import CONFIG
 from mergefs.dtypes import BY_CODE
 from mergefs.errors import CorruptionError, NotARepositoryError, UserError
 from mergefs.hashing import digest
 from mergefs.manifest import Manifest
 from mergefs.planner import plan as plans
-from mergefs.store import CONFIG, Store, check_ref_name
+from mergefs.refs import check_ref_name
+from mergefs.store import Store
 from mergefs.transfer.archive import Archive, is_url
 from mergefs.transfer.repository import RepositorySide
 from mergefs.transfer.side import Model, Receiver, Side

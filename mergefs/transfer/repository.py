@@ -16,6 +16,7 @@ from mergefs.store import Store, plan_name
 from mergefs.transfer.side import Model, Receiver, Side
 
 _LOOKS = 4
+"""How often a payload is looked for where the catalog says that gc has moved it."""
 
 
 class RepositorySide(Side):

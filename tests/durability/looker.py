@@ -14,11 +14,10 @@ from typing import Any
 from builders import served, sha256
 
 from mergefs.catalog.tables import TABLES
-from mergefs.configuration import decode_config
+from mergefs.configuration import CONFIG, decode_config
 from mergefs.errors import MergefsError
 from mergefs.fsck import catalog_damage
 from mergefs.repository import Repository
-from mergefs.store import CONFIG
 
 NAMES = ("base", "x", "y", "merged", "later")
 

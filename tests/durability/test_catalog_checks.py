@@ -16,12 +16,12 @@ from mergefs.catalog.environment import CHECK_BYTES
 from mergefs.catalog.pages import FORMAT_TABLE, PagesError, check_pages
 from mergefs.catalog.tables import TABLES
 from mergefs.cli import cli
-from mergefs.configuration import mend_configuration
+from mergefs.configuration import CONFIG, CONFIG_COPY, mend_configuration, read_config
 from mergefs.errors import CatalogDamagedError, CorruptionError, MergefsError, NotARepositoryError
 from mergefs.migration.run import migrate
 from mergefs.rebuild import rebuild
 from mergefs.repository import Repository
-from mergefs.store import CONFIG, CONFIG_COPY, Store, read_config
+from mergefs.store import Store
 
 META = 16 + 24 + 2 * 48
 """Where a meta page has the number of the last page, and behind it that of its transaction."""

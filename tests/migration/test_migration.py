@@ -16,6 +16,7 @@ from builders import recipe_text, served
 from mergefs.blocks.codecs import Encoding
 from mergefs.blocks.pack import pack_name
 from mergefs.catalog.tables import Location, locations
+from mergefs.configuration import VERSION
 from mergefs.errors import FormatVersionError, NotARepositoryError, UserError
 from mergefs.migration import from_1
 from mergefs.migration.run import migrate
@@ -23,7 +24,7 @@ from mergefs.migration.trits import has_trits
 from mergefs.rebuild import rebuild
 from mergefs.recipe import Recipe
 from mergefs.repository import Repository
-from mergefs.store import VERSION, Store
+from mergefs.store import Store
 from mergefs.testing.crashes import can_record, crash_states, record
 
 ARCHIVES = Path(__file__).parents[1] / "data" / "repositories"

@@ -23,10 +23,10 @@ from mergefs.blocks import tiers
 from mergefs.blocks.exact import CODINGS
 from mergefs.blocks.tiers.layout import MASK
 from mergefs.cli import cli
+from mergefs.configuration import write_config
 from mergefs.errors import BudgetError, CorruptionError, MergefsError, UserError
 from mergefs.recipe import Recipe
 from mergefs.repository import Repository
-from mergefs.store import write_config
 
 
 @pytest.mark.parametrize("exact", CODINGS)

@@ -16,6 +16,7 @@ from typing import Any
 
 from mergefs import canonical
 from mergefs.blocks.pack import PackWriter, read_table
+from mergefs.configuration import CONFIG, read_config
 from mergefs.dtypes import DTYPES
 from mergefs.edit import folders
 from mergefs.edit.keys import Keys
@@ -35,9 +36,9 @@ from mergefs.manifest import decode as decode_manifest
 from mergefs.planner.older import as_now
 from mergefs.planner.plan import Numbers, Plan, TensorPlan
 from mergefs.planner.plan import decode as decode_plan
+from mergefs.refs import decode_ref_copy, encode_ref_copy
 from mergefs.repository import Repository
 from mergefs.statistics.tensor import TensorStatistics
-from mergefs.store import CONFIG, decode_ref_copy, encode_ref_copy, read_config
 from mergefs.transfer.archive import Archive
 from tools.fuzz.mutate import canonical_json, change_bytes, change_json, lines
 from tools.fuzz.target import Run, Target

@@ -18,10 +18,10 @@ from mergefs.checkpoint.safetensors import build_header
 from mergefs.dtypes import DTYPES
 from mergefs.errors import MergefsError
 from mergefs.planner.budget import parse_budget
+from mergefs.refs import check_ref_name
 from mergefs.repository import Repository
 from mergefs.serve import zarr_ingest
 from mergefs.serve.filesystem import MergefsFileSystem
-from mergefs.store import check_ref_name
 from mergefs.units import parse_size
 from tools.fuzz.mutate import change_bytes, change_json, either, words
 from tools.fuzz.target import Run, Target

@@ -34,14 +34,23 @@ def _header_seeds() -> list[bytes]:
     return [*found, build_header(many) + bytes(40)]
 
 
-def _header() -> Run:
-    descriptor = os.memfd_create("header")
-    path = f"/proc/self/fd/{descriptor}"
+def _file(name: str) -> Callable[[bytes], str]:
+    """Return what writes a file in memory and returns its path; the same file each time."""
+    descriptor = os.memfd_create(name)
 
-    def run(data: bytes) -> None:
+    def written(data: bytes) -> str:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, data, 0)
-        _touch_header(read_header(path))
+        return f"/proc/self/fd/{descriptor}"
+
+    return written
+
+
+def _header() -> Run:
+    written = _file("header")
+
+    def run(data: bytes) -> None:
+        _touch_header(read_header(written(data)))
 
     return run
 
@@ -265,13 +274,10 @@ def _model_files() -> Run:
 
 
 def _importance() -> Run:
-    descriptor = os.memfd_create("importance")
-    path = f"/proc/self/fd/{descriptor}"
+    written = _file("importance")
 
     def run(data: bytes) -> None:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, data, 0)
-        load_importance(path)
+        load_importance(written(data))
 
     return run
 
