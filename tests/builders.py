@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,11 @@ def merge_xy(repository: Repository) -> None:
     path.write_text(recipe_text("task_arithmetic", [("x", {"weight": 0.5}), ("y", {"weight": 0.5})], "base"))
     repository.merge(Recipe.load(path), "merged")
     repository.merge(Recipe.load(path), "later", lazy=True)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until something is so, for 20 seconds at most."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from builders import wait_until
 from safetensors.torch import load_file, save_file
 
 from mergefs.catalog.leases import leases
@@ -84,13 +85,6 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # -- serving -----------------------------------------------------------------------------------------------
