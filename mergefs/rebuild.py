@@ -81,12 +81,18 @@ def rebuild(path: str | Path, *, sync: bool = True) -> RebuildReport:
     # A crash between the two leaves a repository without a catalog, which does not open until this is run again.
     kept = None
     if catalog.exists():
-        kept = f"catalog.before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
+        kept = _unused(folder, f"catalog.before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
         os.rename(catalog, folder / kept)
     os.rename(folder / _NEW, catalog)
     if sync:
         flush_folder(folder)
     return RebuildReport(**{**vars(report), "kept": kept})
+
+
+def _unused(folder: Path, name: str) -> str:
+    """Return the name, with a number behind it where something has it: two rebuilds may begin in one second."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(found for found in names if not (folder / found).exists())
 
 
 def usable_tiers(backend: LocalBackend, found: Iterable[Location], base: Buffer | None) -> tuple[Location, ...] | None:

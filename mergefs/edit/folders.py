@@ -142,7 +142,10 @@ def remove_unfinished(store: Store) -> None:
         return
     for entry in found:
         folder = Path(entry.path)
-        old = time.time() - entry.stat().st_mtime > _UNFINISHED_AFTER
+        try:
+            old = time.time() - entry.stat().st_mtime > _UNFINISHED_AFTER
+        except FileNotFoundError:
+            continue  # committed or discarded just now
         if old and not _is_session(folder) and not is_locked(folder / _LOCK):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -116,6 +116,14 @@ def test_a_rebuilt_catalog_has_checks_whatever_the_version(path: Path) -> None:
     assert _served(path) == before
 
 
+def test_catalogs_are_kept_however_fast_they_are_rebuilt(path: Path) -> None:
+    before = _served(path)
+    kept = {rebuild(path, sync=False).kept for _ in range(4)}
+    assert len(kept) == 4
+    assert all((path / str(name) / "data.mdb").is_file() for name in kept)
+    assert _served(path) == before
+
+
 def _patch(file: Path, offset: int, data: bytes) -> bytes:
     with file.open("r+b") as opened:
         opened.seek(offset)
