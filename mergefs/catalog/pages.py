@@ -104,8 +104,9 @@ def check_pages(path: Path) -> frozenset[int]:
             try:
                 return _Audit(pages).run()
             except PagesError:
-                # Others may have committed meanwhile, and used pages again that were free.
-                if _File(file.fileno()).newest.transaction == pages.newest.transaction:
+                # Others may have committed meanwhile, also between the reading of the two meta pages, and used pages
+                # again that were free.
+                if _File(file.fileno()).metas == pages.metas:
                     raise
     return frozenset()  # somebody commits all the time: a file that they can use is left to them
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 from builders import merge_xy, merged_models, served
 
 from mergefs.catalog.environment import CHECK_BYTES
-from mergefs.catalog.pages import FORMAT_TABLE, PagesError, check_pages
+from mergefs.catalog.pages import FORMAT_TABLE, LAST_KEY, PagesError, check_pages
 from mergefs.catalog.tables import TABLES
 from mergefs.cli import cli
 from mergefs.configuration import CONFIG, CONFIG_COPY, mend_configuration, read_config
@@ -154,6 +157,34 @@ def test_an_earlier_state_is_not_taken_for_the_latest(path: Path, newest: bool, 
     _patch(file, page * 4096 + META + 8, struct.pack("<Q", numbers[page] + change))
     with pytest.raises(PagesError):
         check_pages(file)
+
+
+def test_pages_are_checked_while_another_process_commits(path: Path) -> None:
+    """The writer is LMDB alone and does not sync: it commits thousands of times a second, also between two reads."""
+    program = (
+        "import lmdb, os, sys\n"
+        "with lmdb.open(sys.argv[1], map_size=1 << 30, max_dbs=16, sync=False) as env:\n"
+        "    table = env.open_db(sys.argv[2].encode())\n"
+        "    print(flush=True)\n"
+        "    while True:\n"
+        "        with env.begin(write=True, db=table) as txn:\n"
+        "            txn.put(sys.argv[3].encode(), txn.id().to_bytes(8, 'little') + os.urandom(300))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path / "catalog"), FORMAT_TABLE, LAST_KEY.decode()], stdout=subprocess.PIPE
+    ) as writer:
+        try:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            end = time.monotonic() + 3
+            checks = 0
+            while time.monotonic() < end:
+                check_pages(path / "catalog" / "data.mdb")
+                checks += 1
+            assert checks > 20
+            assert writer.poll() is None
+        finally:
+            writer.kill()
 
 
 def test_pages_are_in_use_or_free(path: Path) -> None:
