@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -188,7 +188,7 @@ class _Recoder:
         raw = codecs.decode_tiers([*payloads[:-1], payload], record.raw_length, base)
         if digest(raw) != block:
             raise CorruptionError(f"block {block.hex()} is damaged: its bytes have another hash")
-        return _Recoded(old, replace(record, encoding=Encoding.QUICK if quick else Encoding.TIERS), payload)
+        return _Recoded(old, record._replace(encoding=Encoding.QUICK if quick else Encoding.TIERS), payload)
 
     def _encoded(self, block: bytes, old: tuple[Location, ...]) -> _Recoded | None:
         """Encode a block without tiers."""
@@ -201,7 +201,7 @@ class _Recoder:
         if encoded.encoding == record.encoding:
             return None
         below = record.base if encoded.encoding.needs_base else NO_BASE
-        return _Recoded(old, replace(record, encoding=encoded.encoding, base=below), encoded.payload)
+        return _Recoded(old, record._replace(encoding=encoded.encoding, base=below), encoded.payload)
 
     def _is_done(self, exact: Location) -> bool:
         """Tell from the beginning of an exact tier whether it has the coding already."""

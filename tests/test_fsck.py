@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 from pathlib import Path
@@ -193,7 +192,7 @@ def test_a_block_that_the_catalog_lost(models: Repository) -> None:
 def test_a_catalog_that_disagrees_with_a_pack(models: Repository) -> None:
     with models.catalog.read() as txn:
         location = next(loc for loc in locations(txn) if loc.record.base == NO_BASE and loc.record.length > 100)
-    wrong = dataclasses.replace(location.record, offset=location.record.offset + 1)
+    wrong = location.record._replace(offset=location.record.offset + 1)
     models.catalog.write(lambda txn: put_location(txn, location.pack, wrong))
     report = models.fsck()
     assert location.record.block.hex() in {problem.name for problem in report.errors}

@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from mergefs.blocks.geometry import MOST_BLOCK_ELEMENTS
 from mergefs.errors import CorruptionError
@@ -28,8 +27,7 @@ _FOOTER = struct.Struct("<QII32s8s")
 RECORD_BYTES = _RECORD.size
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Where one tier of one block lies in a pack.
 
     Attributes:
@@ -55,23 +53,12 @@ class Record:
 
     def pack(self) -> bytes:
         """Return the record's 100 bytes."""
-        return _RECORD.pack(
-            self.block,
-            self.base,
-            self.check,
-            self.offset,
-            self.length,
-            self.raw_length,
-            self.encoding,
-            self.dtype,
-            self.tier,
-            self.tiers,
-        )
+        return _RECORD.pack(*self)
 
     @classmethod
     def unpack(cls, data: Buffer) -> Record:
         """Read a record from its bytes."""
-        return cls(*_RECORD.unpack(data))
+        return cls._make(_RECORD.unpack(data))
 
 
 class PackWriter:

@@ -23,6 +23,7 @@ from mergefs.errors import BudgetExceededError, CorruptionError
 from mergefs.hashing import Buffer, digest
 
 if TYPE_CHECKING:
+    from mergefs.blocks.tiers.delta import Delta
     from mergefs.blocks.tiers.exact_fast import ClassOrder
 
 
@@ -115,6 +116,7 @@ class BlockReader:
             count like the payloads.
         check: of how many blocks of which only the delta is made one is compared with its id all the same, see
             `blocks.checking`; 0 for none.
+        located: where the tiers of blocks lie that are expected, if it has been looked up: each is taken out once.
     """
 
     def __init__(
@@ -124,12 +126,14 @@ class BlockReader:
         counter: ReadCounter | None = None,
         joined: JoinedReads | None = None,
         check: int = 0,
+        located: dict[bytes, tuple[Location, ...]] | None = None,
     ) -> None:
         self.catalog = catalog
         self._backend = backend
         self.counter = counter or ReadCounter()
         self._joined = joined
         self._sampler = Sampler(check)
+        self._located = located or {}
 
     def read(self, block: bytes, kind: Kind, known: Mapping[bytes, Buffer] | None = None) -> Buffer:
         """Return a block's bytes, checked against its id.
@@ -157,7 +161,7 @@ class BlockReader:
         base = self._base(record, kind, None, check=False)
         self._decoded(record, payloads, base)
         if base is not None and len(payloads) > 1:
-            self._delta(record, payloads[:-1], base, None)
+            self._delta(record, payloads[:-1], base).write(0, np.empty(record.raw_length // 2, np.float32))
 
     def expect(self, block: bytes) -> None:
         """Note that a block will be read soon, so that its payload may be fetched meanwhile; see `Backend.expect`."""
@@ -237,22 +241,29 @@ class BlockReader:
         return known
 
     def read_coarse(
-        self,
-        block: bytes,
-        depth: int,
-        kind: Kind,
-        known: Mapping[bytes, Buffer],
-        out: NDArray[np.float32] | None = None,
+        self, block: bytes, depth: int, kind: Kind, known: Mapping[bytes, Buffer]
     ) -> tuple[NDArray[np.float32], Buffer]:
-        """Return a coarse delta of a block: its first tiers, decoded.
+        """Return a coarse delta of a block, float32[n], and the bytes of the block that it is from; see `open_coarse`.
+
+        Raises: see `open_coarse` and `Delta.write`.
+        """
+        delta, base = self.open_coarse(block, depth, kind, known)
+        out = np.empty(len(base) // 2, np.float32)
+        delta.write(0, out)
+        return out, base
+
+    def open_coarse(
+        self, block: bytes, depth: int, kind: Kind, known: Mapping[bytes, Buffer], slot: int = -1
+    ) -> tuple[Delta, Buffer]:
+        """Read the first tiers of a block.
 
         Args:
             block, kind, known: see `read`.
             depth: how many tiers to read; fewer than the block has.
-            out: float32[n] to write the delta to; a new array otherwise.
+            slot: see `tiers.open_delta`.
 
         Returns:
-            The delta, float32[n], from the block that it is encoded against, and that block's bytes.
+            The delta from the block that it is encoded against, and that block's bytes.
 
         Raises:
             CorruptionError: when a tier is missing or damaged, or the block has no tiers.
@@ -265,19 +276,19 @@ class BlockReader:
         base = self._base(record, kind, known)
         if base is None:
             raise CorruptionError(f"block {block.hex()} has tiers and no base block")
-        return self._delta(record, payloads, base, out), base
+        return self._delta(record, payloads, base, slot=slot), base
 
-    def read_exact(
+    def open_exact(
         self,
         block: bytes,
         kind: Kind,
         known: Mapping[bytes, Buffer],
         base: Buffer,
-        out: NDArray[np.float32],
         order: ClassOrder | None = None,
-    ) -> Buffer | None:
-        """Write a block's exact delta from `base` to `out` where it has tiers that were encoded against that; otherwise
-        return its bytes.
+        slot: int = -1,
+    ) -> Delta | Buffer:
+        """Return a block's exact delta from `base` where it has tiers that were encoded against that; otherwise its
+        bytes.
 
         For a delta the block's bytes are not made, but of those blocks that are to be compared with their ids. Every
         payload is checked, and the base is by who read it.
@@ -285,8 +296,8 @@ class BlockReader:
         Args:
             block, kind, known: see `read`.
             base: one of the values of `known`.
-            out: float32[n].
             order: that of `base`, where several blocks are decoded against it; see `tiers.class_order`.
+            slot: see `tiers.open_delta`.
 
         Raises: see `read`.
         """
@@ -295,26 +306,19 @@ class BlockReader:
         if record.encoding in TIERED and known.get(record.base) is base:
             if self._sampler.is_due():
                 self._decoded(record, payloads, base)
-            self._delta(record, payloads, base, out, order)
-            return None
+            return self._delta(record, payloads, base, order, slot)
         return self._decoded(record, payloads, self._base(record, kind, known))
 
     def _delta(
-        self,
-        record: Record,
-        payloads: list[Buffer],
-        base: Buffer,
-        out: NDArray[np.float32] | None,
-        order: ClassOrder | None = None,
-    ) -> NDArray[np.float32]:
+        self, record: Record, payloads: list[Buffer], base: Buffer, order: ClassOrder | None = None, slot: int = -1
+    ) -> Delta:
         from mergefs.blocks import tiers
 
-        try:
-            if len(base) != record.raw_length:
-                raise CorruptionError(f"a base block of {len(base)} bytes for a block of {record.raw_length}")
-            return tiers.decode_delta(payloads, base, out, order)
-        except CorruptionError as error:
-            raise CorruptionError(f"block {record.block.hex()} is damaged: {error}") from error
+        if len(base) != record.raw_length:
+            raise CorruptionError(
+                f"block {record.block.hex()} is damaged: it has {record.raw_length} bytes and its base {len(base)}"
+            )
+        return tiers.open_delta(payloads, base, order, slot, name=f"block {record.block.hex()}")
 
     def _base(
         self, record: Record, kind: Kind, known: Mapping[bytes, Buffer] | None, *, check: bool = True
@@ -346,7 +350,7 @@ class BlockReader:
             CorruptionError: when the block is missing, or a payload is not what was written.
             BudgetExceededError: see `ReadCounter.add`.
         """
-        locations = self.catalog.tiers(block)
+        locations = self._located.pop(block, None) or self.catalog.tiers(block)
         payloads: list[Buffer] = []
         moved: Location | None = None
         while True:

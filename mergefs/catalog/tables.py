@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from mergefs.blocks.encoding import Encoding
 from mergefs.blocks.pack import NO_BASE, Record
@@ -37,8 +36,7 @@ TABLES = (
 WHOLE_BLOCK_TIER = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """A record and the pack (32 bytes) that it is in."""
 
     pack: bytes

@@ -30,6 +30,7 @@ class Breadcrumbs(TrimmingMethod):
     name = "breadcrumbs"
     parameters: ClassVar = PARAMETERS
     placed = False
+    by_parts = True
 
     def kept(self, own: Mapping[str, Scalar], elements: int) -> tuple[int, int] | None:
         """See `Method.kept`."""

@@ -51,6 +51,7 @@ class DareLinear(Method):
     name = "dare_linear"
     parameters: ClassVar = PARAMETERS
     is_random = True
+    by_parts = True
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
@@ -68,6 +69,7 @@ class DareTies(Method):
     name = "dare_ties"
     parameters: ClassVar = PARAMETERS
     is_random = True
+    by_parts = True
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""

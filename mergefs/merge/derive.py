@@ -6,6 +6,7 @@ order, on any thread, any number of times.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,12 @@ from mergefs.merge import registry
 from mergefs.merge.expert import BaseBlock
 from mergefs.merge.method import BlockInputs
 from mergefs.merge.passes import find_facts
-from mergefs.merge.sources import DeltaIterator, Sources, wants_double
+from mergefs.merge.sources import DeltaIterator, Sources, deltas_in_parts, opens_all, wants_double
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
+
+PART = 1 << 16
+"""Elements that are merged at a time where a method allows it: the deltas of all experts take 4 bytes an element. In
+smaller parts they would stay in nearer caches, but each part costs calls, after which threads wait for each other."""
 
 
 def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None = None) -> Buffer:
@@ -41,7 +46,8 @@ def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None
     base = base or sources.base_block(tensor, number)
     if not needs_arithmetic(plan, tensor, number):
         return base.raw
-    return from_float(merged_values(sources, tensor, number, base), output_dtype(plan, tensor))
+    dtype = output_dtype(plan, tensor)
+    return b"".join(from_float(part, dtype) for part in _merged(sources, tensor, number, base))
 
 
 def merged_values(sources: Sources, tensor: Tensor, number: int, base: BaseBlock) -> NDArray[Any]:
@@ -50,27 +56,40 @@ def merged_values(sources: Sources, tensor: Tensor, number: int, base: BaseBlock
 
     Args, Raises: see `derive`; the tensor is of a float dtype.
     """
+    # A part may lie in room that is this thread's for the next one.
+    return np.concatenate([part.copy() for part in _merged(sources, tensor, number, base)])
+
+
+def _merged(sources: Sources, tensor: Tensor, number: int, base: BaseBlock) -> Iterator[NDArray[Any]]:
+    """Yield what `merged_values` returns in parts, each valid until the next one."""
     plan = sources.plan
     planned = plan.tensor_by_name.get(tensor.name)
-    values = to_float(base.raw, tensor.dtype)
     if planned is None:
-        return values
+        yield to_float(base.raw, tensor.dtype)
+        return
+    method, numbers = registry.method(plan.method), plan.numbers_of(planned)
     experts = planned.planned(number)
+    first, stop = tensor.grid(sources.base.block_elements).extent(number)
+    facts = partial(find_facts, sources, tensor)
+
+    def merge(place: int, values: NDArray[Any], deltas: NDArray[Any]) -> NDArray[Any]:
+        return method.merge(BlockInputs(plan, planned, numbers, values, deltas, experts, place, tensor.shape, facts))
+
+    if experts and tensor.dtype.name == "BF16" and opens_all(sources, planned, number):
+        size = PART if method.by_parts else stop - first
+        raw = memoryview(base.raw).cast("B")
+        for start, deltas in deltas_in_parts(sources, planned, number, base, size):
+            part = raw[2 * start : 2 * (start + deltas.shape[1])]
+            yield merge(first + start, to_float(part, tensor.dtype), deltas)
+        return
+    values = to_float(base.raw, tensor.dtype)
     if wants_double(sources, tensor, experts):
         values = values.astype(np.float64)
     deltas = room(f"deltas-{values.dtype}", len(experts) * values.size, values.dtype.type)
     deltas = deltas.reshape(len(experts), values.size)
     for _ in DeltaIterator(sources, planned, number, base, values, out=deltas):
         pass
-    first, _ = tensor.grid(sources.base.block_elements).extent(number)
-    numbers = plan.numbers_of(planned)
-    merged = registry.method(plan.method).merge(
-        BlockInputs(
-            plan, planned, numbers, values, deltas, experts, first, tensor.shape, partial(find_facts, sources, tensor)
-        )
-    )
-    # The deltas' room is this thread's for its next block.
-    return merged.copy() if np.may_share_memory(merged, deltas) else merged
+    yield merge(first, values, deltas)
 
 
 def output_dtype(plan: Plan, tensor: Tensor) -> DType:

@@ -22,6 +22,7 @@ from mergefs.manifest import Difference, LowRank, Manifest, Tensor
 from mergefs.planner.plan import EXACT
 
 if TYPE_CHECKING:
+    from mergefs.blocks.tiers.delta import Delta
     from mergefs.blocks.tiers.exact_fast import ClassOrder
 
 FACTOR_SHARE = 4
@@ -166,33 +167,54 @@ class ExpertReader:
 
         Raises:
             BudgetExceededError: when the plan's budget is used up: the plan is wrong.
-            CorruptionError: see `BlockReader.read` and `BlockReader.read_coarse`.
+            CorruptionError: see `BlockReader.read`, `BlockReader.open_coarse` and `Delta.write`.
         """
-        block = block_id(tensor, number)
         if out is None:
             out = np.empty_like(values)
         if tensor.added is not None:
             out[:] = self._with_added(tensor, tensor.added, base, number, below, values)
+        elif values.dtype == np.float32 and self.opens(tensor, base, number):
+            self.open(tensor, number, depth, below).write(0, out)
         elif depth == EXACT:
-            raw = self._exact(block, tensor, base, below, out)
-            if raw is not None:
-                np.subtract(to_float(raw, tensor.dtype), values, out=out, dtype=values.dtype)
+            raw = self._whole(block_id(tensor, number), below)
+            np.subtract(to_float(raw, tensor.dtype), values, out=out, dtype=values.dtype)
         else:
-            direct = out if out.dtype == np.float32 else None
-            delta, root = self._reader.read_coarse(block, depth, Kind.EXPERT, below.known, direct)
-            if root is not below.raw:
-                # It is encoded against another block than the base's: what these two differ by comes on top.
-                delta = delta + (to_float(root, tensor.dtype) - values)
-            if delta is not out:
-                out[:] = delta
+            # It is bf16, as it has tiers, and the base it is stored against too.
+            delta, root = self._reader.read_coarse(block_id(tensor, number), depth, Kind.EXPERT, below.known)
+            out[:] = delta if root is below.raw else delta + (to_float(root, tensor.dtype) - values)
         return out
 
-    def _exact(self, block: bytes, tensor: Tensor, base: Tensor, below: BaseBlock, out: NDArray[Any]) -> Buffer | None:
-        """Return a block's bytes; None where its delta was written to `out` without them."""
-        direct = out.dtype == np.float32 and tensor.dtype is base.dtype and not self._keeps
-        if direct and self._factors.block(block) is None:
-            return self._reader.read_exact(block, Kind.EXPERT, below.known, below.raw, out, below.order)
-        return self._whole(block, below)
+    def opens(self, tensor: Tensor, base: Tensor, number: int) -> bool:
+        """Tell whether a block of an expert can be opened: it is bf16 like the base's, and nothing is added to it."""
+        if tensor.added is not None or tensor.dtype is not base.dtype or tensor.dtype.name != "BF16" or self._keeps:
+            return False
+        return self._factors.block(block_id(tensor, number)) is None
+
+    def open(self, tensor: Tensor, number: int, depth: int, below: BaseBlock, slot: int = -1) -> Delta:
+        """Read a block as `delta` does, to be written part by part in float32.
+
+        Args:
+            tensor, number, depth, below: see `delta`; `opens` has to be true.
+            slot: see `tiers.open_delta`.
+
+        Raises: see `delta`.
+        """
+        from mergefs.blocks.tiers.delta import Whole
+
+        block = block_id(tensor, number)
+        if depth == EXACT:
+            found = self._reader.open_exact(block, Kind.EXPERT, below.known, below.raw, below.order, slot)
+            if isinstance(found, bytes | bytearray | memoryview):
+                return Whole(_difference(found, below.raw, tensor))
+            return found
+        delta, root = self._reader.open_coarse(block, depth, Kind.EXPERT, below.known, slot)
+        if root is below.raw:
+            return delta
+        # It is encoded against another block than the base's: what these two differ by comes on top.
+        values = _difference(root, below.raw, tensor)
+        coarse = np.empty_like(values)
+        delta.write(0, coarse)
+        return Whole(coarse + values)
 
     def _with_added(
         self,
@@ -244,6 +266,11 @@ def is_base_block(tensor: Tensor, base: Tensor, number: int) -> bool:
 def is_changed(tensor: Tensor, base: Tensor, number: int) -> bool:
     """Tell whether an expert's block, as it is read, can differ from the base's."""
     return tensor.added is not None or not is_base_block(tensor, base, number)
+
+
+def _difference(raw: Buffer, base: Buffer, tensor: Tensor) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = to_float(raw, tensor.dtype) - to_float(base, tensor.dtype)
+    return found
 
 
 def block_id(tensor: Tensor, number: int) -> bytes:

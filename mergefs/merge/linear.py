@@ -35,6 +35,7 @@ class SumMethod(Method):
 
     placed = False
     decides = False
+    by_parts = True
 
     def depends_on(self, numbers: Numbers, tensor: TensorPlan, experts: tuple[int, ...]) -> Json:
         """See `Method.depends_on`: here the experts that are read have factors, and nothing else counts."""

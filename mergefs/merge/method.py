@@ -99,6 +99,7 @@ class Method(ABC):
             the elements and what `depends_on` returns.
         version: raised when the method gives other results for the same inputs, so that blocks that earlier ones gave
             are not taken for its own.
+        by_parts: whether any part of a block may be merged by itself, as if it were one.
         decides: whether anything but a sum of deltas with fixed factors comes out: elements are dropped or elected.
     """
 
@@ -110,6 +111,7 @@ class Method(ABC):
     trims: ClassVar[bool] = False
     placed: ClassVar[bool] = True
     version: ClassVar[int] = 1
+    by_parts: ClassVar[bool] = False
     decides: ClassVar[bool] = True
     fewest: ClassVar[int] = 1
     most: ClassVar[int] = 1 << 16

@@ -39,6 +39,7 @@ class RowMethod(SpanMethod):
     """A method of this kind."""
 
     placed = True
+    by_parts = False
 
     def depends_on(self, numbers: Numbers, tensor: TensorPlan, experts: tuple[int, ...]) -> Json:
         """See `Method.depends_on`: what has angles of its own is more than a sum with factors."""

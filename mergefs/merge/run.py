@@ -263,6 +263,7 @@ class Run:
         """Return the models, of which what these jobs need is read in large pieces."""
         plan, store = self._plan, self._store
         wanted: list[Location] = []
+        located: dict[bytes, tuple[Location, ...]] = {}
         needed = 0
         with store.catalog.read() as txn:
             for job in jobs:
@@ -275,7 +276,7 @@ class Run:
                         continue  # a few large blocks, or one by one
                     block, below = (bytes.fromhex(of.blocks[job.number] or "") for of in (tensor, job.tensor))
                     depth = planned.depth(expert, job.number)
-                    tiers = get_tiers(txn, block)
+                    tiers = located[block] = get_tiers(txn, block)
                     wanted += read_tiers(tiers, depth)
                     needed += sum(tier_bytes(txn, tiers, below)[:depth])
             factors = factor_tiers(txn, ((expert, plan.tensor_by_name) for expert in self._experts))
@@ -289,7 +290,7 @@ class Run:
             longest=self._longest,
             apart={location.pack for tiers in factors for location in tiers},
         )
-        reader = BlockReader(store.catalog, store.backend, self._counter, joined, EVERY[store.check_blocks])
+        reader = BlockReader(store.catalog, store.backend, self._counter, joined, EVERY[store.check_blocks], located)
         return Sources(plan, self._base, self._experts, reader, self._factors)
 
     def _derive(self, writer: BlockWriter, sources: Sources, job: _Job) -> _Done:

@@ -42,6 +42,7 @@ class NearSwap(Method):
     parameters: ClassVar = {"t": ParameterSpec(None, lowest=0.0)}
     fewest, most = 1, 1
     placed = False
+    by_parts = True
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""

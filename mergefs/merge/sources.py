@@ -5,19 +5,24 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.blocks.tiers import class_order
+from mergefs.blocks.tiers.scratch import room
 from mergefs.errors import CorruptionError
 from mergefs.manifest import Manifest, Tensor
 from mergefs.merge.expert import BaseBlock, ExpertReader, FactorCache, block_id
 from mergefs.merge.fitting import check_fits
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
+
+if TYPE_CHECKING:
+    from mergefs.blocks.tiers.delta import Delta
 
 
 class Sources:
@@ -83,6 +88,15 @@ class Sources:
         found, twin = (model.tensor_by_name[tensor] for model in (self.experts[expert], self.base))
         return self._experts.delta(found, twin, number, depth, base, values, out)
 
+    def opens(self, expert: int, tensor: str, number: int) -> bool:
+        """Tell whether a block of an expert can be opened; see `ExpertReader.opens`."""
+        found, twin = (model.tensor_by_name[tensor] for model in (self.experts[expert], self.base))
+        return self._experts.opens(found, twin, number)
+
+    def open_delta(self, expert: int, tensor: str, number: int, depth: int, base: BaseBlock, slot: int) -> Delta:
+        """Read a block of an expert as `expert_delta` does, to be written part by part; see `ExpertReader.open`."""
+        return self._experts.open(self.experts[expert].tensor_by_name[tensor], number, depth, base, slot)
+
 
 class DeltaIterator:
     """Yields the planned deltas of one block, expert by expert in the plan's order.
@@ -123,20 +137,74 @@ class DeltaIterator:
         Raises:
             CorruptionError: see `Sources.expert_delta`; it names the expert, the tensor and the block.
         """
-        sources, name = self._sources, self._tensor.name
-        depths = [self._tensor.depth(expert, self._number) for expert in self.experts]
-        base = self._base
-        stored = [sources.experts[expert].tensor_by_name[name].added is None for expert in self.experts]
-        if list(zip(depths, stored, strict=True)).count((EXACT, True)) > 1:
-            base = replace(base, order=class_order(base.raw))
+        sources, tensor, number = self._sources, self._tensor, self._number
+        base = _ordered(sources, tensor, number, self._base)
         for row, expert in enumerate(self.experts):
             out = None if self._out is None else self._out[row]
-            try:
-                delta = sources.expert_delta(expert, name, self._number, depths[row], base, self._values, out)
-            except CorruptionError as error:
-                whose = sources.plan.experts[expert][:12]
-                raise CorruptionError(f"expert {whose}, tensor '{name}', block {self._number}: {error}") from error
+            with _naming(sources, expert, tensor, number):
+                depth = tensor.depth(expert, number)
+                delta = sources.expert_delta(expert, tensor.name, number, depth, base, self._values, out)
             yield delta
+
+
+def opens_all(sources: Sources, tensor: TensorPlan, number: int) -> bool:
+    """Tell whether `deltas_in_parts` can read a block."""
+    return all(sources.opens(expert, tensor.name, number) for expert in tensor.planned(number))
+
+
+def deltas_in_parts(
+    sources: Sources, tensor: TensorPlan, number: int, base: BaseBlock, size: int
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Yield what `DeltaIterator` does in parts: each with the place of its first element, float32[k, m].
+
+    Each is valid until the next one, and may be overwritten.
+
+    Args:
+        sources, tensor, number, base: see `DeltaIterator`; `opens_all` has to be true.
+        size: m, less in the last part. There is one part alone where most of the deltas are decoded at once.
+
+    Raises:
+        CorruptionError: see `DeltaIterator.__iter__`.
+    """
+    from mergefs.blocks.tiers.delta import Together
+
+    experts = tensor.planned(number)
+    base = _ordered(sources, tensor, number, base)
+    opened: list[Delta] = []
+    for slot, expert in enumerate(experts):
+        with _naming(sources, expert, tensor, number):
+            opened.append(sources.open_delta(expert, tensor.name, number, tensor.depth(expert, number), base, slot))
+    together = Together(opened)
+    elements = len(base.raw) // 2
+    size = min(size, elements) if together.in_parts else elements
+    flat = room("deltas-float32", len(opened) * size, np.float32)
+    for first in range(0, elements, size):
+        count = min(size, elements - first)
+        part = flat[: len(opened) * count].reshape(len(opened), count)
+        together.write(first, part)
+        for row in together.apart:
+            with _naming(sources, experts[row], tensor, number):
+                opened[row].write(first, part[row])
+        yield first, part
+
+
+def _ordered(sources: Sources, tensor: TensorPlan, number: int, base: BaseBlock) -> BaseBlock:
+    """Return the base's block, with the order of its elements where several experts are decoded against it."""
+    exact = 0
+    for expert in tensor.planned(number):
+        stored = sources.experts[expert].tensor_by_name[tensor.name].added is None
+        exact += stored and tensor.depth(expert, number) == EXACT
+    return replace(base, order=class_order(base.raw)) if exact > 1 else base
+
+
+@contextmanager
+def _naming(sources: Sources, expert: int, tensor: TensorPlan, number: int) -> Iterator[None]:
+    """Have errors name the expert, the tensor and the block."""
+    try:
+        yield
+    except CorruptionError as error:
+        whose = sources.plan.experts[expert][:12]
+        raise CorruptionError(f"expert {whose}, tensor '{tensor.name}', block {number}: {error}") from error
 
 
 def wants_double(sources: Sources, tensor: Tensor, experts: tuple[int, ...]) -> bool:

@@ -41,6 +41,7 @@ class Ties(TrimmingMethod):
     name = "ties"
     parameters: ClassVar = {**OF_DELTAS, "density": DENSITY, "normalize": ON, "rescale": OFF}
     placed = False
+    by_parts = True
 
     def depends_on(self, numbers: Numbers, tensor: TensorPlan, experts: tuple[int, ...]) -> Json:
         """See `Method.depends_on`: here only the experts that are read count."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mergefs.again import again_if_collected
@@ -181,7 +181,7 @@ def _alone(source: Side, record: Record, payloads: list[bytes]) -> tuple[list[Re
     if digest(raw) != record.block:
         raise CorruptionError(f"block {record.block.hex()} is damaged where the model comes from")
     encoded = codecs.encode(raw, BY_CODE[record.dtype])
-    changed = replace(record, base=NO_BASE, encoding=int(encoded.encoding), tier=0, tiers=1)
+    changed = record._replace(base=NO_BASE, encoding=int(encoded.encoding), tier=0, tiers=1)
     return [changed], list(map(bytes, encoded.payloads))
 
 

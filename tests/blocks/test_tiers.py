@@ -421,6 +421,38 @@ def plain_predictions(base: Bits, coarse: Any, codes: Any, unit: Any, out: Bits)
 
 
 @pytest.mark.parametrize("exact", EXACT)
+@pytest.mark.parametrize("kind", ["fine-tune", "runs"])
+def test_a_delta_in_parts_is_the_whole_one(exact: tiers.Exact, kind: str) -> None:
+    """Of blocks that are open at the same time, as many as there are slots."""
+    n = 70001
+    rng = np.random.default_rng(7)
+    if kind == "runs":
+        base, expert = block("fine-tune", n, 3)
+        expert = np.where(np.arange(n) % 8192 < 512, expert, base).astype(np.uint16)
+    else:
+        base, expert = block("fine-tune", n, 3)
+    other = (expert + rng.integers(0, 3, n)).astype(np.uint16)
+    stored = [check(base, each, exact) for each in (expert, other)]
+    for depth in range(len(stored[0]) + 1):
+        whole = [tiers.decode_delta(found[:depth], base.tobytes()) for found in stored]
+        opened = [tiers.open_delta(found[:depth], base.tobytes(), slot=slot) for slot, found in enumerate(stored)]
+        assert bytes(tiers.decode(stored[1], base.tobytes())) == other.tobytes()  # in room of its own
+        parts = np.full((2, n), np.nan, np.float32)
+        first = 0
+        while first < n:
+            stop = min(n, first + int(rng.integers(1, 40000)))
+            for row, delta in enumerate(opened):
+                delta.write(first, parts[row, first:stop])
+            first = stop
+        np.testing.assert_array_equal(parts, whole)
+    if exact == "quick":
+        delta = tiers.open_delta(stored[0][-1:], base.tobytes())
+        half = np.empty(n // 2, np.float32)
+        delta.write(0, half)
+        np.testing.assert_array_equal(half, whole[0][: n // 2])
+
+
+@pytest.mark.parametrize("exact", EXACT)
 def test_plain_loops_give_the_same_payloads(monkeypatch: pytest.MonkeyPatch, exact: tiers.Exact) -> None:
     base, expert = block("fine-tune", 70001, 3)
     found = check(base, expert, exact)

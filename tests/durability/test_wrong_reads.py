@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,7 +79,7 @@ def test_blocks_of_a_merge_are_compared_with_their_ids(
             if len(mine) != len(its) or len(mine) < 2 or mine[0].record.base != its[0].record.base:
                 continue
             for here, there in zip(mine, its, strict=True):
-                record = replace(there.record, block=here.record.block)
+                record = there.record._replace(block=here.record.block)
                 repository.catalog.write(lambda txn, pack=there.pack, record=record: put_location(txn, pack, record))
             exchanged += 1
         assert exchanged

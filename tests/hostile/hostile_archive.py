@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ class Archived:
             with PackWriter(path, sync=False) as writer:
                 for record in records:
                     writer.append_as(record, content[record.offset : record.offset + record.length])
-                writer.records[:] = [replace(record, **changes) for record in writer.records]
+                writer.records[:] = [record._replace(**changes) for record in writer.records]
                 identity = writer.finish()
             named = packs / identity[:2] / f"{identity}.pack"
             named.parent.mkdir(exist_ok=True)

@@ -73,6 +73,7 @@ def test_every_path_gives_the_same_bytes(slice_repository: Repository, method: s
     repository = slice_repository
     chosen: dict[str, Any] = {"budget": budget, "seed": 3}
     prefix = f"{method}-{budget and budget[:-1]}"
+    forget(repository)  # what tests of other modules have merged
     one = repository.merge(recipe(method), f"{prefix}-1", threads=1, **chosen)
     forget(repository)
     two = repository.merge(recipe(method), f"{prefix}-2", threads=2, **chosen)

@@ -19,6 +19,7 @@ from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
 
 if TYPE_CHECKING:
+    from mergefs.blocks.tiers.delta import Delta
     from mergefs.blocks.tiers.encoder import Encoded
     from mergefs.blocks.tiers.exact_fast import ClassOrder
 
@@ -108,13 +109,29 @@ def decode_delta(
         out = np.empty(bits.size, np.float32)
     elif out.shape != bits.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
         raise ValueError(f"the delta of {bits.size} elements does not fit {out.dtype}{list(out.shape)}")
-    from mergefs.blocks.tiers import decoder
-
-    try:
-        decoder.delta(tiers, bits, out, order)
-    except (ValueError, RuntimeError) as error:
-        raise CorruptionError(f"a block's tiers do not decode: {error}") from error
+    open_delta(tiers, base, order).write(0, out)
     return out
+
+
+def open_delta(
+    tiers: Sequence[Buffer], base: Buffer, order: ClassOrder | None = None, slot: int = -1, name: str = "a block"
+) -> Delta:
+    """Return the delta that `decode_delta` gives, to be written part by part.
+
+    It is valid until this thread opens another one with the same slot.
+
+    Args:
+        tiers, base, order: see `decode_delta`.
+        slot: a number from 0 on, one for each delta that is open at the same time; -1 for one that is used up before
+            anything else is decoded.
+        name: what errors call the block.
+
+    Raises:
+        CorruptionError: see `Delta.write`.
+    """
+    from mergefs.blocks.tiers import delta
+
+    return delta.open_delta(tiers, _bits(base), order, slot, name)
 
 
 def class_order(base: Buffer) -> ClassOrder:

@@ -1,4 +1,4 @@
-"""From tiers and the base's block to the expert's delta or exact bits.
+"""Tiers taken apart, and from them to the expert's exact bits; its delta: see `delta`.
 
 Every function raises ValueError or RuntimeError for payloads that do not fit the block. Memory is bounded by the block:
 every size that a payload claims is compared with what a block of that many elements can have.
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mergefs.blocks import zstd_frames
 from mergefs.blocks.tiers.coarse import NOTHING, Coarse, CoarseTier, Prediction
-from mergefs.blocks.tiers.exact_fast import NO_ORDER, ClassOrder, FastTier
+from mergefs.blocks.tiers.exact_fast import FastTier
 from mergefs.blocks.tiers.exact_quick import QuickTier
 from mergefs.blocks.tiers.exact_small import SmallTier
 from mergefs.blocks.tiers.kernels import rests, runs, wide
@@ -21,9 +21,18 @@ from mergefs.blocks.tiers.layout import COARSE_TIERS, Kind, header_start, read_h
 from mergefs.blocks.tiers.scratch import room
 from mergefs.hashing import Buffer
 
+ALONE = -1
+"""The slot of what is used up before anything else is opened."""
+
 
 class Opened:
     """The tiers of a block, taken apart.
+
+    Args:
+        tiers: the first ones of the block, or of a `quick` one the last alone.
+        base: uint16[N], the base's block.
+        slot: of the thread's room for the elements in changed runs; blocks that are open at once have different
+            ones.
 
     Attributes:
         full: uint16[N], the base's block.
@@ -33,7 +42,7 @@ class Opened:
         exact: the exact one, or None.
     """
 
-    def __init__(self, tiers: Sequence[Buffer], base: NDArray[np.uint16]) -> None:
+    def __init__(self, tiers: Sequence[Buffer], base: NDArray[np.uint16], slot: int) -> None:
         self.full = base
         self.base = base
         self.mask: NDArray[np.uint8] | None = None
@@ -44,7 +53,7 @@ class Opened:
             before = payloads[0][: header_start(payloads[0])]
             self.mask, payloads[0] = split_mask(payloads[0], base.size)
         if self.mask is not None:
-            taken = room("base", base.size, np.uint16)
+            taken = room(f"base-{slot}", base.size, np.uint16)
             self.base = taken[: runs.take(base, self.mask, taken)]
         if len(payloads) > COARSE_TIERS + 1:
             raise ValueError(f"a block of {len(payloads)} tiers")
@@ -86,7 +95,8 @@ class Opened:
         coarse, contents = self.unpack()
         codes, unit, _ = self.prediction
         predicted = room("predicted", self.base.size, np.uint16)
-        coarse.check(self.coarse, wide.predictions(self.base, coarse, codes, unit, predicted))
+        coarse.check_gaps(wide.predictions(self.base, coarse, codes, unit, predicted))
+        coarse.check(self.coarse)
         return predicted, coarse.q, contents
 
     def restore(self, out: NDArray[np.uint16]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
@@ -113,65 +123,16 @@ class Opened:
         return self.coarse[-1].prediction if self.coarse else NOTHING
 
 
-def delta(
-    tiers: Sequence[Buffer], base: NDArray[np.uint16], out: NDArray[np.float32], order: ClassOrder | None = None
-) -> None:
-    """Write the delta that any prefix of a block's tiers gives to float32[n].
-
-    Args:
-        tiers: the prefix.
-        base: uint16[n].
-        out: float32[n].
-        order: of the base's elements, where several blocks are decoded against it.
-    """
-    opened = Opened(tiers, base)
-    if not tiers:
-        out[:] = 0
-        return
-    found = out if opened.mask is None else room("delta", opened.base.size, np.float32)
-    if isinstance(opened.exact, QuickTier):
-        opened.exact.deltas(opened.base, found)
-    elif isinstance(opened.exact, FastTier):
-        _fast_delta(opened, opened.exact, None if opened.mask is not None else order, found)
-    elif opened.exact is not None:
-        rests.subtract(_exact(opened), base, out)
-        return
-    else:
-        coarse, _ = opened.unpack()
-        codes, unit, grid = opened.prediction
-        coarse.check(opened.coarse, wide.deltas(opened.base, coarse, codes, unit, grid, found))
-    if opened.mask is not None:
-        if opened.exact is None:
-            out[:] = 0
-        else:
-            rests.subtract(base, base, out)  # 0 wherever the base is finite
-        runs.put(found, opened.mask, out)
-
-
-def _fast_delta(opened: Opened, tier: FastTier, order: ClassOrder | None, out: NDArray[np.float32]) -> None:
-    """Write the exact delta of the elements in changed runs, part by part, without the bits in between."""
-    coarse, contents = opened.unpack()
-    codes, unit, _ = opened.prediction
-    places = tier.starts.copy()
-    by_place = NO_ORDER
-    if order is not None:
-        tier.check(order.starts[1:])
-        by_place = order.places
-    grouped = tier.grouped(contents)
-    coarse.check(opened.coarse, wide.exact_deltas(opened.base, coarse, codes, unit, grouped, places, by_place, out))
-    if order is None:
-        tier.check(places[:256])
-
-
 def exact(tiers: Sequence[Buffer], base: NDArray[np.uint16]) -> NDArray[np.uint16]:
     """Return the expert's bits, uint16[n], from all of a block's tiers."""
-    opened = Opened(tiers, base)
+    opened = Opened(tiers, base, ALONE)
     if opened.exact is None:
         raise ValueError("the exact tier is missing")
-    return _exact(opened)
+    return exact_bits(opened)
 
 
-def _exact(opened: Opened) -> NDArray[np.uint16]:
+def exact_bits(opened: Opened) -> NDArray[np.uint16]:
+    """Return the expert's bits, uint16[N], from tiers of which the last is exact."""
     found = np.empty(opened.base.size, np.uint16)
     if isinstance(opened.exact, QuickTier):
         opened.exact.bits(opened.base, found)

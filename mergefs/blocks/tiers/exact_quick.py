@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +60,31 @@ class QuickTier(NamedTuple):
         """Write the expert's bits (uint16[n])."""
         kernels.bits(self.low, self.places, self.high, base, out)
 
-    def deltas(self, base: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-        """Write the exact delta (float32[n])."""
-        kernels.deltas(self.low, self.places, self.high, base, out)
+
+class QuickTiers:
+    """Several `quick` tiers of one base, decoded together.
+
+    Args:
+        tiers: of blocks of as many elements as the base.
+        base: uint16[n].
+    """
+
+    def __init__(self, tiers: Sequence[QuickTier], base: NDArray[np.uint16]) -> None:
+        self._tiers = tiers  # whose arrays have to stay
+        self._base = base
+        self._table = np.zeros((len(tiers), 5), np.uint64)
+        for row, tier in zip(self._table, tiers, strict=True):
+            row[:4] = (*(array.ctypes.data for array in tier), tier.places.size)
+
+    def write(self, first: int, rows: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        """Write the exact deltas of a part, whose first element lies at `first`; parts are asked for in order.
+
+        Args:
+            rows: int64[k], which rows of `out` they are.
+            out: float32[.., m].
+        """
+        kernels.deltas(self._table, self._base[first : first + out.shape[1]], first, rows, out)
+
+
+ONLY = np.zeros(1, np.int64)
+"""The row of a single delta."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.exact import Exact
-from mergefs.blocks.tiers.decoder import Opened
+from mergefs.blocks.tiers.decoder import ALONE, Opened
 from mergefs.blocks.tiers.encoder import EXACT_WRITERS
 from mergefs.blocks.tiers.layout import Kind, header_start
 from mergefs.hashing import Buffer
@@ -30,7 +30,7 @@ def recode(tiers: Sequence[Buffer], base: NDArray[np.uint16], exact: Exact) -> b
     Raises:
         ValueError, RuntimeError: when the tiers do not fit the block.
     """
-    opened = Opened(tiers, base)
+    opened = Opened(tiers, base, ALONE)
     if opened.exact is None:
         raise ValueError("the exact tier is missing")
     expert = np.empty(opened.base.size, np.uint16)

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +102,11 @@ def _write_packs(packs: Sequence[tuple[Path, Any, bytes]], changes: Sequence[tup
             for record in records:
                 payload = content[record.offset : record.offset + record.length]
                 made = writer.append(record.block, payload, raw_length=1, encoding=0, dtype=1)
-                told = replace(record, offset=made.offset)
+                told = record._replace(offset=made.offset)
                 for which, field, to in changes:
                     if which == number and field in _FIELDS:
-                        told = replace(told, **{field: to % _FIELDS[field]})
-                writer.records[-1] = replace(told, check=made.check)
+                        told = told._replace(**{field: to % _FIELDS[field]})
+                writer.records[-1] = told._replace(check=made.check)
                 number += 1
             writer.finish()
 
