@@ -37,6 +37,9 @@ DEFAULT_MEMORY = 1 << 30
 _READING_SHARE = 8
 """What is read ahead may take this part of the memory."""
 
+MOST_LOCATED = 1 << 15
+"""Blocks of experts of which it is kept where they lie, some two kilobytes each; others are looked up once more."""
+
 
 @dataclass(frozen=True)
 class BlockCounts:
@@ -161,6 +164,7 @@ class Run:
         self._experts = tuple(store.manifest(expert) for expert in plan.experts)
         self._factors = factors or FactorCache.of(self._base, self._experts, max_memory // FACTOR_SHARE)
         max_memory = max(max_memory // 2, max_memory - self._factors.limit)
+        self._exact = store.exact
         self._threads = _threads_within(max_memory, threads or available_cores(), len(self._experts), store)
         self._derived: set[tuple[str, int]] = set()
         # Each expert has a run under way in each of its packs, and one more that is not used up.
@@ -262,6 +266,7 @@ class Run:
     def _sources(self, jobs: list[_Job]) -> Sources:
         """Return the models, of which what these jobs need is read in large pieces."""
         plan, store = self._plan, self._store
+        left = self._counter.expert_left
         wanted: list[Location] = []
         located: dict[bytes, tuple[Location, ...]] = {}
         needed = 0
@@ -276,12 +281,14 @@ class Run:
                         continue  # a few large blocks, or one by one
                     block, below = (bytes.fromhex(of.blocks[job.number] or "") for of in (tensor, job.tensor))
                     depth = planned.depth(expert, job.number)
-                    tiers = located[block] = get_tiers(txn, block)
+                    tiers = get_tiers(txn, block)
+                    if len(located) < MOST_LOCATED:
+                        located[block] = tiers
                     wanted += read_tiers(tiers, depth)
-                    needed += sum(tier_bytes(txn, tiers, below)[:depth])
+                    if left is not None:
+                        needed += sum(tier_bytes(txn, tiers, below)[:depth])
             factors = factor_tiers(txn, ((expert, plan.tensor_by_name) for expert in self._experts))
             needed += sum(sum(tier_bytes(txn, tiers, b"")) for tiers in factors)
-        left = self._counter.expert_left
         spare = None if left is None else left - needed
         joined = JoinedReads(
             store.backend,
@@ -296,7 +303,7 @@ class Run:
     def _derive(self, writer: BlockWriter, sources: Sources, job: _Job) -> _Done:
         base = sources.base_block(job.tensor, job.number)
         raw = derive(sources, job.tensor, job.number, base)
-        return _Done(job, len(raw), encode_derived(self._plan, job.tensor, base, raw, writer.known, self._store.exact))
+        return _Done(job, len(raw), encode_derived(self._plan, job.tensor, base, raw, writer.known, self._exact))
 
     def _keep(self, writer: BlockWriter, done: _Done) -> int:
         stored = done.stored
