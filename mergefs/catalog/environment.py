@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from mergefs.catalog.pages import FORMAT_TABLE, LAST_KEY, PagesError, check_size
-from mergefs.errors import CatalogDamagedError, MergefsError
+from mergefs.errors import CatalogDamagedError, MergefsError, UserError
 
 T = TypeVar("T")
 
@@ -170,7 +170,9 @@ class Environment:
                     raise MergefsError(f"the catalog at {self.path} has reached its largest size") from None
                 self._resize(size)
             except lmdb.ReadonlyError as error:
-                raise MergefsError(f"the catalog at {self.path} is read-only") from error
+                raise UserError(
+                    f"{self.path.parent} is open for reading only: this needs the right to write to it"
+                ) from error
             except lmdb.Error as error:
                 raise self._failed(error) from error
 
