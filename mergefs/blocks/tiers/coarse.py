@@ -147,13 +147,10 @@ class Coarse(NamedTuple):
         gaps = contents[0] if tiers else np.frombuffer(b"", np.uint8)
         return cls(gaps, streams, limits, np.zeros((len(finer), 3), np.uint64), room("q", n, np.int8))
 
-    def check_gaps(self, fit: bool) -> None:
-        """Raise ValueError unless tier 0 fits its block."""
-        if not fit:
+    def check(self, tiers: Sequence[CoarseTier], gaps_fit: bool) -> None:
+        """Raise ValueError unless exactly all of it was used."""
+        if not gaps_fit:
             raise ValueError("tier 0 does not fit its block")
-
-    def check(self, tiers: Sequence[CoarseTier]) -> None:
-        """Raise ValueError unless exactly all of the other tiers was used."""
         for tier, used in zip(tiers[1:], self.used.tolist(), strict=True):
             if used != [tier.header.x, tier.signs, tier.header.y]:
                 raise ValueError(f"tier {tier.depth} was made for another base")

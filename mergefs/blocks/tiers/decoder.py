@@ -95,8 +95,7 @@ class Opened:
         coarse, contents = self.unpack()
         codes, unit, _ = self.prediction
         predicted = room("predicted", self.base.size, np.uint16)
-        coarse.check_gaps(wide.predictions(self.base, coarse, codes, unit, predicted))
-        coarse.check(self.coarse)
+        coarse.check(self.coarse, wide.predictions(self.base, coarse, codes, unit, predicted))
         return predicted, coarse.q, contents
 
     def restore(self, out: NDArray[np.uint16]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:

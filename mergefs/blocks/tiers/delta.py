@@ -188,8 +188,7 @@ def _coarse(opened: Opened, out: NDArray[np.float32]) -> None:
     """Write the delta that coarse tiers predict of the elements in changed runs."""
     coarse, _ = opened.unpack()
     codes, unit, grid = opened.prediction
-    coarse.check_gaps(wide.deltas(opened.base, coarse, codes, unit, grid, out))
-    coarse.check(opened.coarse)
+    coarse.check(opened.coarse, wide.deltas(opened.base, coarse, codes, unit, grid, out))
 
 
 def _fast(opened: Opened, tier: FastTier, order: ClassOrder | None, out: NDArray[np.float32]) -> None:
@@ -202,7 +201,6 @@ def _fast(opened: Opened, tier: FastTier, order: ClassOrder | None, out: NDArray
         tier.check(order.starts[1:])
         by_place = order.places
     grouped = tier.grouped(contents)
-    coarse.check_gaps(wide.exact_deltas(opened.base, coarse, codes, unit, grouped, places, by_place, out))
-    coarse.check(opened.coarse)
+    coarse.check(opened.coarse, wide.exact_deltas(opened.base, coarse, codes, unit, grouped, places, by_place, out))
     if order is None:
         tier.check(places[:256])
