@@ -12,6 +12,7 @@ import numpy as np
 from mergefs.blocks import tiers
 from mergefs.blocks.exact import CODINGS
 from mergefs.blocks.tiers.codec import TieredDelta, split
+from mergefs.blocks.tiers.delta import Together
 from mergefs.errors import CorruptionError
 from tools.fuzz.mutate import change_bytes
 from tools.fuzz.target import Run, Target
@@ -73,7 +74,7 @@ def _decode() -> Run:
             exact = tiers.decode(payloads, base)
             delta = tiers.decode_delta(payloads, base, order=order)
             again = tiers.decode_delta(payloads, base)
-            assert len(exact) == len(base) and delta.tobytes() == again.tobytes()
+            assert len(exact) == len(base) and delta.tobytes() == again.tobytes() == _in_parts(payloads, base)
             assert tiers.coding(payloads[-1]) in CODINGS
             for coding in CODINGS:
                 other = [*payloads[:-1], tiers.recode(payloads, base, coding)]
@@ -83,6 +84,21 @@ def _decode() -> Run:
                 _prefix(payloads[:depth], base)
 
     return run
+
+
+def _in_parts(payloads: Sequence[memoryview], base: bytes) -> bytes:
+    """Return a delta's bytes as merges write it: in parts, and with others in one call."""
+    opened = [tiers.open_delta(payloads, base, slot=slot) for slot in range(2)]
+    together = Together(opened)
+    found = np.empty((2, len(base) // 2), np.float32)
+    for first in range(0, found.shape[1], 100):
+        part = np.empty((2, min(100, found.shape[1] - first)), np.float32)
+        together.write(first, part)
+        for row in together.apart:
+            opened[row].write(first, part[row])
+        found[:, first : first + part.shape[1]] = part
+    assert found[0].tobytes() == found[1].tobytes()
+    return found[0].tobytes()
 
 
 def _prefix(payloads: Sequence[memoryview], base: bytes) -> None:
