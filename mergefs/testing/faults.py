@@ -60,12 +60,14 @@ class Outcome:
     Attributes:
         code: its exit code; negative for a signal.
         errors: what it wrote to stderr.
-        injected: how many calls failed; 0 when it went another way this time.
+        injected: how many calls in the folders failed; 0 when it went another way this time.
+        elsewhere: how many others did: another thread's, such as one that loads a library.
     """
 
     code: int
     errors: str
     injected: int
+    elsewhere: int
 
 
 def places(
@@ -89,37 +91,48 @@ def places(
         lines = log.read_text(errors="replace").splitlines()
     found = set()
     counts: dict[tuple[str, str], int] = {}
-    # Of what is written, strace shows the bytes: a folder that is only named there is not meant.
-    names = "|".join(re.escape(str(folder.resolve())) for folder in folders)
-    named = re.compile(rf'[<"]({names})[/>"]')
     for line in lines:
         match = _CALL.match(line)
         if match is None:
             continue
         key = match["thread"], match["call"]
         counts[key] = counts.get(key, 0) + 1
-        beginning = line[: line.find(", ")] if match["call"].startswith(("write", "pwrite")) else line
-        if named.search(beginning):
+        if _is_in(line, match["call"], folders):
             found.add(Place(match["call"], counts[key]))
     return tuple(sorted(found))
 
 
+def _is_in(line: str, call: str, folders: Sequence[Path]) -> bool:
+    """Tell whether a call that strace shows changes or opens something in some folders."""
+    # Of what is written, strace shows the bytes: a folder that is only named there is not meant.
+    shown = line[: line.find(", ")] if call.startswith(("write", "pwrite")) else line
+    names = "|".join(re.escape(str(folder.resolve())) for folder in folders)
+    return re.search(rf'[<"]({names})[/>"]', shown) is not None
+
+
 def run_failing(
-    command: Sequence[str], place: Place, error: str, *, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    folders: Sequence[Path],
+    place: Place,
+    error: str,
+    *,
+    environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a program, of which one call fails.
 
     Args:
-        command, environment: see `places`.
+        command, folders, environment: see `places`.
         place: of the call.
         error: its name, such as `EIO`.
     """
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         inject = f"inject={place.call}:error={error}:when={place.number}"
-        done = _traced(["-e", f"trace={place.call}", "-e", inject, "-o", str(log)], command, environment)
-        injected = log.read_text(errors="replace").count("(INJECTED)")
-    return Outcome(done.returncode, done.stderr, injected)
+        options = ["-y", "-s", "4096", "-e", f"trace={place.call}", "-e", inject, "-o", str(log)]
+        done = _traced(options, command, environment)
+        failed = [line for line in log.read_text(errors="replace").splitlines() if line.endswith("(INJECTED)")]
+    injected = sum(_is_in(line, place.call, folders) for line in failed)
+    return Outcome(done.returncode, done.stderr, injected, len(failed) - injected)
 
 
 def _traced(
