@@ -27,6 +27,7 @@ _CHECKED = b"\2"
 _MAP_START = 1 << 34  # address space only; the file grows as it is used
 _MAP_LIMIT = 1 << 42
 _TABLES = 16
+_ATTEMPTS = 5
 _READERS = 1024
 
 
@@ -56,10 +57,24 @@ class Environment:
                 self._env = self._opened(sync, lock=False)
             self._env.reader_check()
             self._tables = self._opened_tables((FORMAT_TABLE, *tables))
-            with self.read() as txn:
-                txn.check_last()
+            self._check_last()
         except lmdb.Error as error:
             raise MergefsError(f"the catalog at {path} cannot be opened: {error}") from error
+
+    def _check_last(self) -> None:
+        """See `Transaction.check_last`.
+
+        LMDB takes a snapshot in two steps, its number and then what it holds. Where others commit twice in between, the
+        snapshot is a later one than its number says: that is no damage, and does not last.
+        """
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                with self.read() as txn:
+                    txn.check_last()
+                return
+            except CatalogDamagedError:
+                if not left:
+                    raise
 
     def _opened_tables(self, names: tuple[str, ...]) -> dict[str, Any]:
         if self.readonly:

@@ -15,7 +15,7 @@ import lmdb
 import pytest
 from builders import merge_xy, merged_models, served
 
-from mergefs.catalog.environment import CHECK_BYTES
+from mergefs.catalog.environment import CHECK_BYTES, Transaction
 from mergefs.catalog.pages import FORMAT_TABLE, LAST_KEY, PagesError, check_pages
 from mergefs.catalog.tables import TABLES
 from mergefs.cli import cli
@@ -157,6 +157,22 @@ def test_an_earlier_state_is_not_taken_for_the_latest(path: Path, newest: bool, 
     _patch(file, page * 4096 + META + 8, struct.pack("<Q", numbers[page] + change))
     with pytest.raises(PagesError):
         check_pages(file)
+
+
+def test_a_snapshot_later_than_its_number_is_taken_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is when others commit twice while LMDB takes one: simulated, as that is rare."""
+    check, found = Transaction.check_last, []
+
+    def first_wrong(txn: Transaction) -> None:
+        found.append(txn)
+        if len(found) == 1:
+            raise CatalogDamagedError("later")
+        check(txn)
+
+    monkeypatch.setattr(Transaction, "check_last", first_wrong)
+    with Repository.open(path) as repository:
+        assert repository.fsck().ok
+    assert len(found) > 1
 
 
 def test_pages_are_checked_while_another_process_commits(path: Path) -> None:
