@@ -18,6 +18,7 @@ from mergefs.blocks.checking import Sampler
 from mergefs.blocks.encoding import EXACT, TIERED, Encoding
 from mergefs.blocks.joined import JoinedReads
 from mergefs.blocks.pack import CHECK_BYTES, NO_BASE, Record, pack_name
+from mergefs.blocks.tiers.scratch import ALONE
 from mergefs.catalog.tables import Catalog, Location, read_tiers
 from mergefs.errors import BudgetExceededError, CorruptionError
 from mergefs.hashing import Buffer, digest
@@ -253,7 +254,7 @@ class BlockReader:
         return out, base
 
     def open_coarse(
-        self, block: bytes, depth: int, kind: Kind, known: Mapping[bytes, Buffer], slot: int = -1
+        self, block: bytes, depth: int, kind: Kind, known: Mapping[bytes, Buffer], slot: int = ALONE
     ) -> tuple[Delta, Buffer]:
         """Read the first tiers of a block.
 
@@ -285,7 +286,7 @@ class BlockReader:
         known: Mapping[bytes, Buffer],
         base: Buffer,
         order: ClassOrder | None = None,
-        slot: int = -1,
+        slot: int = ALONE,
     ) -> Delta | Buffer:
         """Return a block's exact delta from `base` where it has tiers that were encoded against that; otherwise its
         bytes.
@@ -310,7 +311,7 @@ class BlockReader:
         return self._decoded(record, payloads, self._base(record, kind, known))
 
     def _delta(
-        self, record: Record, payloads: list[Buffer], base: Buffer, order: ClassOrder | None = None, slot: int = -1
+        self, record: Record, payloads: list[Buffer], base: Buffer, order: ClassOrder | None = None, slot: int = ALONE
     ) -> Delta:
         from mergefs.blocks import tiers
 

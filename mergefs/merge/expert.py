@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.floats import to_float
 from mergefs.blocks.reader import BlockReader, Kind
+from mergefs.blocks.tiers.scratch import ALONE
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
 from mergefs.manifest import Difference, LowRank, Manifest, Tensor
@@ -190,7 +191,7 @@ class ExpertReader:
             return False
         return self._factors.block(block_id(tensor, number)) is None
 
-    def open(self, tensor: Tensor, number: int, depth: int, below: BaseBlock, slot: int = -1) -> Delta:
+    def open(self, tensor: Tensor, number: int, depth: int, below: BaseBlock, slot: int = ALONE) -> Delta:
         """Read a block as `delta` does, to be written part by part in float32.
 
         Args:

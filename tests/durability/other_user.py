@@ -83,8 +83,9 @@ if __name__ == "__main__":
     if can_mount:
         serve(repository, first, directory)
     # What the mount loads, which was in a process of its own.
-    "".encode("utf-16-be")
-    importlib.import_module("mfusepy")
+    if can_mount:
+        "".encode("utf-16-be")
+        importlib.import_module("mfusepy")
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.exact import Exact as Exact
+from mergefs.blocks.tiers.scratch import ALONE
 from mergefs.dtypes import DType
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
@@ -114,7 +115,7 @@ def decode_delta(
 
 
 def open_delta(
-    tiers: Sequence[Buffer], base: Buffer, order: ClassOrder | None = None, slot: int = -1, name: str = "a block"
+    tiers: Sequence[Buffer], base: Buffer, order: ClassOrder | None = None, slot: int = ALONE, name: str = "a block"
 ) -> Delta:
     """Return the delta that `decode_delta` gives, to be written part by part.
 
@@ -122,8 +123,8 @@ def open_delta(
 
     Args:
         tiers, base, order: see `decode_delta`.
-        slot: a number from 0 on, one for each delta that is open at the same time; -1 for one that is used up before
-            anything else is decoded.
+        slot: a number from 0 on, one for each delta that is open at the same time; `ALONE` for one that is used
+            up before anything else is decoded.
         name: what errors call the block.
 
     Raises:

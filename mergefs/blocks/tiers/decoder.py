@@ -18,11 +18,8 @@ from mergefs.blocks.tiers.exact_quick import QuickTier
 from mergefs.blocks.tiers.exact_small import SmallTier
 from mergefs.blocks.tiers.kernels import rests, runs, wide
 from mergefs.blocks.tiers.layout import COARSE_TIERS, Kind, header_start, read_header, split_mask
-from mergefs.blocks.tiers.scratch import room
+from mergefs.blocks.tiers.scratch import ALONE, room
 from mergefs.hashing import Buffer
-
-ALONE = -1
-"""The slot of what is used up before anything else is opened."""
 
 
 class Opened:

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.exact import Exact
-from mergefs.blocks.tiers.decoder import ALONE, Opened
+from mergefs.blocks.tiers.decoder import Opened
 from mergefs.blocks.tiers.encoder import EXACT_WRITERS
 from mergefs.blocks.tiers.layout import Kind, header_start
+from mergefs.blocks.tiers.scratch import ALONE
 from mergefs.hashing import Buffer
 
 _CODINGS: dict[int, Exact] = {Kind.FAST: "fast", Kind.SMALL: "small", Kind.QUICK: "quick"}

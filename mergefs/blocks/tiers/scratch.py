@@ -16,6 +16,9 @@ LEAST = 1 << 16
 MOST = 1 << 23
 """Larger arrays are not kept."""
 
+ALONE = -1
+"""The slot of tiers that are used up before others are opened; see `decoder.Opened`."""
+
 _kept = threading.local()
 
 
