@@ -19,7 +19,7 @@ from mergefs.manifest import decode
 CONFIG = "mergefs.json"
 CONFIG_COPY = "mergefs.copy.json"
 FORMAT = "mergefs-repository"
-VERSION = 2
+VERSION = 3
 DEFAULT_BLOCK_SIZE = 1 << 20
 LARGEST_BLOCK_SIZE = 2 * MOST_BLOCK_ELEMENTS
 DEFAULT_EXACT: Exact = "fast"

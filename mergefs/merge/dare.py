@@ -5,25 +5,37 @@ from __future__ import annotations
 import struct
 from typing import Any, ClassVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.hashing import digest
-from mergefs.merge.linear import combine, delta_scale
-from mergefs.merge.method import BlockInputs, Method
+from mergefs.merge.linear import combine, combine_tiers, delta_scale
+from mergefs.merge.method import BlockInputs, Method, TierLoop
 from mergefs.merge.parameters import DENSITY, OF_DELTAS, OFF, ON
-from mergefs.merge.ties import elect
-from mergefs.planner.plan import Numbers, Plan
+from mergefs.merge.ties import elect, elect_tiers
+from mergefs.planner.plan import Numbers, Plan, TensorPlan
 
 PARAMETERS = {**OF_DELTAS, "density": DENSITY, "normalize": OFF, "rescale": ON}
 
 
 def drop(inputs: BlockInputs) -> None:
     """Set the dropped elements of the deltas to zero, in place."""
-    for row, expert in enumerate(inputs.experts):
-        density = inputs.numbers.densities[expert]
-        if density < 1.0:
-            key0, key1 = mask_key(inputs.plan, expert, inputs.tensor.name)
-            inputs.loops.drop(inputs.deltas[row], inputs.first, key0, key1, round(density * 2**32))
+    for row, found in enumerate(_drops(inputs.plan, inputs.tensor, inputs.numbers, inputs.experts)):
+        if found[2] < ALL:
+            inputs.loops.drop(inputs.deltas[row], inputs.first, *found)
+
+
+ALL = 1 << 32
+"""The limit that every element's number is below."""
+
+
+def _drops(plan: Plan, tensor: TensorPlan, numbers: Numbers, experts: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Return for each expert the key's halves and the limit of `kernels.drop`."""
+    densities = (numbers.densities[expert] for expert in experts)
+    return [
+        (*mask_key(plan, expert, tensor.name), round(density * ALL) if density < 1.0 else ALL)
+        for expert, density in zip(experts, densities, strict=True)
+    ]
 
 
 def mask_key(plan: Plan, expert: int, tensor: str) -> tuple[int, int]:
@@ -45,6 +57,13 @@ def rescaled(numbers: Numbers) -> tuple[float, ...]:
     return tuple(w / d if d > 0 else 0.0 for w, d in zip(numbers.weights, numbers.densities, strict=True))
 
 
+def _factors(numbers: Numbers) -> tuple[float, ...]:
+    """Return what the deltas are multiplied by when `rescale`, nothing otherwise."""
+    if not numbers.shared["rescale"]:
+        return ()
+    return tuple(1.0 / density if density > 0 else 0.0 for density in numbers.densities)
+
+
 class DareLinear(Method):
     """The rescaled deltas are added up."""
 
@@ -53,11 +72,21 @@ class DareLinear(Method):
     is_random = True
     by_parts = True
 
+    def loop(self, plan: Plan, tensor: TensorPlan, experts: tuple[int, ...], first: int) -> TierLoop:
+        """See `Method.loop`."""
+        numbers = plan.numbers_of(tensor)
+        drops = np.array(_drops(plan, tensor, numbers, experts), np.uint64)
+        return combine_tiers(1.0, _weights(numbers), experts, first, drops)
+
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
         drop(inputs)
-        scale = delta_scale(inputs.numbers)
-        return combine(inputs, 1.0, tuple(w * scale for w in rescaled(inputs.numbers)))
+        return combine(inputs, 1.0, _weights(inputs.numbers))
+
+
+def _weights(numbers: Numbers) -> tuple[float, ...]:
+    scale = delta_scale(numbers)
+    return tuple(w * scale for w in rescaled(numbers))
 
 
 class DareTies(Method):
@@ -71,12 +100,16 @@ class DareTies(Method):
     is_random = True
     by_parts = True
 
+    def loop(self, plan: Plan, tensor: TensorPlan, experts: tuple[int, ...], first: int) -> TierLoop:
+        """See `Method.loop`."""
+        numbers = plan.numbers_of(tensor)
+        drops = np.array(_drops(plan, tensor, numbers, experts), np.uint64)
+        return elect_tiers(numbers, experts, numbers.weights, (), first, drops, _factors(numbers))
+
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""
         drop(inputs)
-        numbers = inputs.numbers
-        if numbers.shared["rescale"]:
-            for row, expert in enumerate(inputs.experts):
-                density = numbers.densities[expert]
-                inputs.deltas[row] *= 1.0 / density if density > 0 else 0.0
-        return elect(inputs, numbers.weights, ())
+        factors = _factors(inputs.numbers)
+        for row, expert in enumerate(inputs.experts if factors else ()):
+            inputs.deltas[row] *= factors[expert]
+        return elect(inputs, inputs.numbers.weights, ())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergefs.blocks.floats import from_float, to_float
+from mergefs.blocks.floats import from_float, to_float, unsigned
 from mergefs.blocks.tiers.scratch import room
 from mergefs.dtypes import DTYPES, DType
 from mergefs.hashing import Buffer
@@ -22,7 +22,7 @@ from mergefs.merge import registry
 from mergefs.merge.expert import BaseBlock
 from mergefs.merge.method import BlockInputs
 from mergefs.merge.passes import find_facts
-from mergefs.merge.sources import DeltaIterator, Sources, deltas_in_parts, opens_all, wants_double
+from mergefs.merge.sources import DeltaIterator, OpenDeltas, Sources, opens_all, wants_double
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
 
 PART = 1 << 16
@@ -47,7 +47,16 @@ def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None
     if not needs_arithmetic(plan, tensor, number):
         return base.raw
     dtype = output_dtype(plan, tensor)
-    return b"".join(from_float(part, dtype) for part in _merged(sources, tensor, number, base))
+    planned = plan.tensor_by_name.get(tensor.name)
+    opened = _opened(sources, tensor, planned, number, base)
+    if planned is not None and opened is not None and opened.tiers is not None and dtype.name == "BF16":
+        first, _ = tensor.grid(sources.base.block_elements).extent(number)
+        loop = registry.method(plan.method).loop(plan, planned, planned.planned(number), first)
+        if loop is not None:
+            out = np.empty(len(base.raw) // 2, np.uint16)
+            loop(opened.tiers, unsigned(base.raw, 2), out)
+            return memoryview(out).cast("B")
+    return b"".join(from_float(part, dtype) for part in _merged(sources, tensor, number, base, opened))
 
 
 def merged_values(sources: Sources, tensor: Tensor, number: int, base: BaseBlock) -> NDArray[Any]:
@@ -57,10 +66,22 @@ def merged_values(sources: Sources, tensor: Tensor, number: int, base: BaseBlock
     Args, Raises: see `derive`; the tensor is of a float dtype.
     """
     # A part may lie in room that is this thread's for the next one.
-    return np.concatenate([part.copy() for part in _merged(sources, tensor, number, base)])
+    opened = _opened(sources, tensor, sources.plan.tensor_by_name.get(tensor.name), number, base)
+    return np.concatenate([part.copy() for part in _merged(sources, tensor, number, base, opened)])
 
 
-def _merged(sources: Sources, tensor: Tensor, number: int, base: BaseBlock) -> Iterator[NDArray[Any]]:
+def _opened(
+    sources: Sources, tensor: Tensor, planned: TensorPlan | None, number: int, base: BaseBlock
+) -> OpenDeltas | None:
+    """Return the deltas of a block where they can be opened."""
+    if planned is None or tensor.dtype.name != "BF16" or not planned.planned(number):
+        return None
+    return OpenDeltas(sources, planned, number, base) if opens_all(sources, planned, number) else None
+
+
+def _merged(
+    sources: Sources, tensor: Tensor, number: int, base: BaseBlock, opened: OpenDeltas | None
+) -> Iterator[NDArray[Any]]:
     """Yield what `merged_values` returns in parts, each valid until the next one."""
     plan = sources.plan
     planned = plan.tensor_by_name.get(tensor.name)
@@ -75,10 +96,10 @@ def _merged(sources: Sources, tensor: Tensor, number: int, base: BaseBlock) -> I
     def merge(place: int, values: NDArray[Any], deltas: NDArray[Any]) -> NDArray[Any]:
         return method.merge(BlockInputs(plan, planned, numbers, values, deltas, experts, place, tensor.shape, facts))
 
-    if experts and tensor.dtype.name == "BF16" and opens_all(sources, planned, number):
+    if opened is not None:
         size = PART if method.by_parts else stop - first
         raw = memoryview(base.raw).cast("B")
-        for start, deltas in deltas_in_parts(sources, planned, number, base, size):
+        for start, deltas in opened.parts(size):
             part = raw[2 * start : 2 * (start + deltas.shape[1])]
             yield merge(first + start, to_float(part, tensor.dtype), deltas)
         return

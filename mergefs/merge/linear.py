@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.canonical import Json
-from mergefs.merge.method import BlockInputs, Method, exactly
+from mergefs.merge.method import BlockInputs, Method, TierLoop, exactly
 from mergefs.merge.parameters import INT8_MASK, OF_DELTAS, OFF, ON, WEIGHT
-from mergefs.planner.plan import Numbers, TensorPlan
+from mergefs.planner.plan import Numbers, Plan, TensorPlan
 
 
 def combine(inputs: BlockInputs, base_scale: float, coefficients: tuple[float, ...]) -> NDArray[Any]:
@@ -20,6 +20,31 @@ def combine(inputs: BlockInputs, base_scale: float, coefficients: tuple[float, .
     out = np.empty_like(inputs.base)
     inputs.loops.combine(inputs.base, base_scale, inputs.deltas, chosen, out)
     return out
+
+
+def combine_tiers(
+    base_scale: float,
+    coefficients: tuple[float, ...],
+    experts: tuple[int, ...],
+    first: int = 0,
+    drops: NDArray[np.uint64] | None = None,
+) -> TierLoop:
+    """Return the loop that does what `combine` does.
+
+    Args:
+        base_scale, coefficients: see `combine`.
+        experts: which are read.
+        first, drops: see `tier_kernels.elect_tiers`.
+    """
+    from mergefs.merge import tier_kernels
+
+    chosen = np.array([coefficients[e] for e in experts], np.float64)
+    dropped = np.empty((0, 3), np.uint64) if drops is None else drops
+
+    def loop(tiers: NDArray[np.int64], base: NDArray[np.uint16], out: NDArray[np.uint16]) -> None:
+        tier_kernels.combine_tiers(tiers, base, first, dropped, np.empty(0, np.float32), base_scale, chosen, out)
+
+    return loop
 
 
 def delta_scale(numbers: Numbers) -> float:
@@ -41,6 +66,11 @@ class SumMethod(Method):
         """See `Method.depends_on`: here the experts that are read have factors, and nothing else counts."""
         factors = self.coefficients(numbers, tensor)
         return [exactly(self.base_scale(numbers, tensor)), *(exactly(factors[expert]) for expert in experts)]
+
+    def loop(self, plan: Plan, tensor: TensorPlan, experts: tuple[int, ...], first: int) -> TierLoop:
+        """See `Method.loop`."""
+        numbers = plan.numbers_of(tensor)
+        return combine_tiers(self.base_scale(numbers, tensor), self.coefficients(numbers, tensor), experts)
 
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:
         """See `Method.merge`."""

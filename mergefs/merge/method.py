@@ -84,6 +84,11 @@ class BlockInputs:
         return arrays
 
 
+TierLoop = Callable[[NDArray[np.int64], NDArray[np.uint16], NDArray[np.uint16]], None]
+"""Takes the experts' tiers as compiled loops read them (see `tier_kernels`), the base's bits (uint16[n]), and where the
+result's are to be written (uint16[n])."""
+
+
 class Method(ABC):
     """A merge method. Instances hold no state.
 
@@ -115,6 +120,17 @@ class Method(ABC):
     decides: ClassVar[bool] = True
     fewest: ClassVar[int] = 1
     most: ClassVar[int] = 1 << 16
+
+    def loop(self, plan: Plan, tensor: TensorPlan, experts: tuple[int, ...], first: int) -> TierLoop | None:
+        """Return a loop that merges a block of bf16 as `merge` does, bit for bit, straight from tiers; None where there
+        is none.
+
+        Args:
+            plan, tensor: what is to be done.
+            experts: which experts the plan reads there.
+            first: the number of the block's first element in its tensor.
+        """
+        return None
 
     @abstractmethod
     def merge(self, inputs: BlockInputs) -> NDArray[Any]:

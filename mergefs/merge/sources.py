@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -148,44 +148,65 @@ class DeltaIterator:
 
 
 def opens_all(sources: Sources, tensor: TensorPlan, number: int) -> bool:
-    """Tell whether `deltas_in_parts` can read a block."""
+    """Tell whether `OpenDeltas` can read a block."""
     return all(sources.opens(expert, tensor.name, number) for expert in tensor.planned(number))
 
 
-def deltas_in_parts(
-    sources: Sources, tensor: TensorPlan, number: int, base: BaseBlock, size: int
-) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield what `DeltaIterator` does in parts: each with the place of its first element, float32[k, m].
-
-    Each is valid until the next one, and may be overwritten.
+class OpenDeltas:
+    """The planned deltas of one block, read and not decoded yet, expert by expert in the plan's order.
 
     Args:
         sources, tensor, number, base: see `DeltaIterator`; `opens_all` has to be true.
-        size: m, less in the last part. There is one part alone where most of the deltas are decoded at once.
+
+    Attributes:
+        tiers: int64[k, ..]: all of them as compiled loops read them (see `tier_kernels`); None where that cannot be.
 
     Raises:
         CorruptionError: see `DeltaIterator.__iter__`.
     """
-    from mergefs.blocks.tiers.delta import Together
 
-    experts = tensor.planned(number)
-    base = _ordered(sources, tensor, number, base)
-    opened: list[Delta] = []
-    for slot, expert in enumerate(experts):
-        with _naming(sources, expert, tensor, number):
-            opened.append(sources.open_delta(expert, tensor.name, number, tensor.depth(expert, number), base, slot))
-    together = Together(opened)
-    elements = len(base.raw) // 2
-    size = min(size, elements) if together.in_parts else elements
-    flat = room("deltas-float32", len(opened) * size, np.float32)
-    for first in range(0, elements, size):
-        count = min(size, elements - first)
-        part = flat[: len(opened) * count].reshape(len(opened), count)
-        together.write(first, part)
-        for row in together.apart:
-            with _naming(sources, experts[row], tensor, number):
-                opened[row].write(first, part[row])
-        yield first, part
+    def __init__(self, sources: Sources, tensor: TensorPlan, number: int, base: BaseBlock) -> None:
+        from mergefs.blocks.tiers.delta import Together
+
+        self._sources = sources
+        self._tensor = tensor
+        self._number = number
+        self._elements = len(base.raw) // 2
+        self._experts = tensor.planned(number)
+        base = _ordered(sources, tensor, number, base)
+        self._opened: list[Delta] = []
+        for slot, expert in enumerate(self._experts):
+            with self._naming(expert):
+                depth = tensor.depth(expert, number)
+                self._opened.append(sources.open_delta(expert, tensor.name, number, depth, base, slot))
+        self._together = Together(self._opened)
+        self.tiers = self._together.table
+
+    def parts(self, size: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield what `DeltaIterator` does in parts: each with the place of its first element, float32[k, m].
+
+        Each is valid until the next one, and may be overwritten.
+
+        Args:
+            size: m, less in the last part. There is one part alone where most of the deltas are decoded at once.
+
+        Raises:
+            CorruptionError: see `DeltaIterator.__iter__`.
+        """
+        opened, together, elements = self._opened, self._together, self._elements
+        size = min(size, elements) if together.in_parts else elements
+        flat = room("deltas-float32", len(opened) * size, np.float32)
+        for first in range(0, elements, size):
+            count = min(size, elements - first)
+            part = flat[: len(opened) * count].reshape(len(opened), count)
+            together.write(first, part)
+            for row in together.apart:
+                with self._naming(self._experts[row]):
+                    opened[row].write(first, part[row])
+            yield first, part
+
+    def _naming(self, expert: int) -> AbstractContextManager[None]:
+        return _naming(self._sources, expert, self._tensor, self._number)
 
 
 def _ordered(sources: Sources, tensor: TensorPlan, number: int, base: BaseBlock) -> BaseBlock:

@@ -14,8 +14,8 @@ from mergefs.migration.from_1 import from_1
 from mergefs.migration.step import Done, Progress
 from mergefs.store import Store
 
-_STEPS: dict[int, Callable[[Store, Progress | None], Done]] = {1: from_1}
-"""What leads from each version to the next."""
+_STEPS: dict[int, Callable[[Store, Progress | None], Done]] = {1: from_1, 2: lambda store, progress: Done()}
+"""What leads from each version to the next. Nothing of version 2 has to be changed."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,9 @@ from mergefs.transfer.side import Model, Receiver, Side
 
 CONFIG = "mergefs-archive.json"
 FORMAT = "mergefs-archive"
-VERSION = 1
+VERSION = 2
+"""Version 1 differs in nothing but that its packs have no exact tiers of nibbles, which who knows only that would take
+for damage."""
 PACK_BYTES = 64 << 20
 _LARGEST_GAP = 64 << 10
 _LONGEST = 8 << 20
@@ -78,11 +80,14 @@ class Archive(Side):
             found = load_json(config)
             if found["format"] != FORMAT:
                 raise ValueError("it does not say that it is one")
-            if type(found["version"]) is not int or found["version"] != VERSION:
+            if type(found["version"]) is not int or not 1 <= found["version"] <= VERSION:
                 raise FormatVersionError(f"{url} has version {found['version']!r}: upgrade mergefs")
             self._block_elements = positive(found["block_elements"])
             if self._block_elements > LARGEST_BLOCK_SIZE // 2:
                 raise ValueError(f"blocks of {self._block_elements} elements")
+            if block_elements is not None and found["version"] < VERSION:
+                # What will be pushed may need it.
+                self._write(CONFIG, json.dumps(found | {"version": VERSION}).encode())
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{url}/{CONFIG} is not an archive's: {error}") from error
 

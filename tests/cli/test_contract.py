@@ -88,7 +88,7 @@ def repo(folder: Path) -> Path:
     path = folder / "repo"
     made = run("init", path, "--block-size", "4KiB", "--json")
     assert made.code == 0, made.err
-    assert made.value == {"repository": str(path), "block_size": 4096, "exact": "fast", "version": 2}
+    assert made.value == {"repository": str(path), "block_size": 4096, "exact": "fast", "version": 3}
     ingested = {}
     for name in ("base", "x", "y"):
         against = () if name == "base" else ("--base", "base")

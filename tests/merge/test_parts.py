@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,3 +62,52 @@ def test_parts_give_the_bytes_of_the_whole(
         found.append((report.manifest, report.read))
     assert found == found[:1] * 4
     assert registry.method(method).by_parts
+
+
+LOOPS: dict[str, dict[str, object]] = {
+    "linear": {},
+    "task_arithmetic": {"scale": 0.6, "normalize": True},
+    "slerp": {"t": 0.3},
+    "ties": {"density": 0.333, "scale": 0.9},
+    "dare_linear": {"density": 0.4},
+    "dare_ties": {"density": 0.7, "normalize": True, "rescale": True},
+}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
+    """A repository with a base and three experts that are changed everywhere, little or so much that it takes bytes."""
+    folder = tmp_path_factory.mktemp("loops")
+    values = 0.02 * np.random.default_rng(8).standard_normal((331, 301))
+    base = {"layer.weight": array(values, "BF16")}
+    with Repository.init(folder / "repository", block_size=BLOCK, exact="quick") as repository:
+        repository.ingest(write_model(folder / "base", base), "base")
+        for name, (seed, scale) in {"x": (2, 1e-4), "y": (3, 3e-4), "z": (4, 3e-3)}.items():
+            delta = scale * np.random.default_rng(seed).standard_normal(values.shape)
+            model = {"layer.weight": array(values + delta, "BF16")}
+            repository.ingest(write_model(folder / name, model), name, base="base")
+        yield repository
+
+
+@pytest.mark.parametrize("method", LOOPS)
+def test_loops_over_tiers_give_the_same_bytes(
+    changed: Repository, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    experts = ["y"] if method == "slerp" else ["x", "y", "z"]
+    own: dict[str, float] = {} if method == "slerp" else {"weight": 0.5}
+    recipe = Recipe.parse(recipe_text(method, [(model, own) for model in experts], "base", **LOOPS[method]))
+    changed.merge(recipe, method, seed=3)  # which measures what a plan needs
+    kind = type(registry.method(method))
+    loop, used = kind.loop, []
+
+    def spied(*arguments: Any) -> Any:
+        used.append(arguments)
+        return loop(*arguments)
+
+    monkeypatch.setattr(kind, "loop", spied)
+    forget(changed)
+    looped = changed.merge(recipe, method, seed=3)
+    assert len(used) == 2  # blocks
+    monkeypatch.setattr(kind, "loop", lambda *arguments: None)
+    forget(changed)
+    assert changed.merge(recipe, method, seed=3).manifest == looped.manifest

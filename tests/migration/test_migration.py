@@ -28,8 +28,16 @@ from mergefs.store import Store
 from mergefs.testing.crashes import can_record, crash_states, record
 
 ARCHIVES = Path(__file__).parents[1] / "data" / "repositories"
-OLD = sorted(path.name.removesuffix(".tar.xz") for path in ARCHIVES.glob("1-*.tar.xz"))
-PRESENT = sorted(path.name.removesuffix(".tar.xz") for path in ARCHIVES.glob(f"{VERSION}-*.tar.xz"))
+NAMES = sorted(path.name.removesuffix(".tar.xz") for path in ARCHIVES.glob("*.tar.xz"))
+
+
+def version_of(name: str) -> int:
+    """Return the version of the repository in an archive."""
+    return int(name.split("-")[0])
+
+
+OLD = [name for name in NAMES if version_of(name) < VERSION]
+PRESENT = [name for name in NAMES if version_of(name) == VERSION]
 Expected = dict[str, dict[str, str]]
 
 
@@ -64,8 +72,8 @@ def payload(store: Store, place: Location) -> bytes:
 
 
 def test_there_is_an_archive_of_every_version() -> None:
-    assert len(OLD) >= 6
-    assert PRESENT
+    assert {version_of(name) for name in NAMES} == set(range(1, VERSION + 1))
+    assert len(OLD) >= 8
 
 
 @pytest.mark.parametrize("name", PRESENT)
@@ -78,13 +86,14 @@ def test_repositories_of_this_version_are_read(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", OLD)
 def test_repositories_of_earlier_versions_are_migrated(name: str, tmp_path: Path) -> None:
     path, expected = unpacked(name, tmp_path)
+    before = version_of(name)
     for readonly in (True, False):
-        with pytest.raises(FormatVersionError, match=r"version 1.*'mergefs -R .* migrate'"):
+        with pytest.raises(FormatVersionError, match=rf"version {before}.*'mergefs -R .* migrate'"):
             Repository.open(path, readonly=readonly)
-    with Store(path, oldest=1, sync=False) as store:
+    with Store(path, oldest=before, sync=False) as store:
         named, manifests = store.refs(), store.manifest_ids()
     report = migrate(path, sync=False)
-    assert (report.before, report.version, report.damaged) == (1, VERSION, ())
+    assert (report.before, report.version, report.damaged) == (before, VERSION, ())
     check(path, expected)
     with Repository.open(path, sync=False) as repository:
         assert repository.refs() == named

@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for target in targets:
         seconds = given.seconds / len(targets) if given.seconds else float(1 << 30)
-        rows.append(campaign.run(target, max(1, executions * target.share // shares), seconds, given.seed))
+        rows.append(campaign.run(target, -(-executions * target.share // shares), seconds, given.seed))
         print(f"{rows[-1].name}: {rows[-1].executions} executions in {rows[-1].seconds:.0f} s", file=sys.stderr)
         for path in rows[-1].crashes:
             print(f"  crash: {path}: {path.with_suffix('.txt').read_text().strip().splitlines()[-1]}", file=sys.stderr)

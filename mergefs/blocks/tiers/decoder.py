@@ -59,9 +59,9 @@ class Opened:
             if index > 0 and before and payload[: len(before)] == before:
                 # The mask stands again before an exact tier that is read without the others.
                 payload = payload[len(before) :]
-                if read_header(payload).kind is not Kind.QUICK:
+                if not read_header(payload).kind.alone:
                     raise ValueError("a mask before a tier that is not read alone")
-            elif index > 0 and before and read_header(payload).kind is Kind.QUICK:
+            elif index > 0 and before and read_header(payload).kind.alone:
                 raise ValueError("the exact tier has not the first one's mask")
             header = read_header(payload)
             if not header.kind.exact:
@@ -145,4 +145,5 @@ _EXACT: dict[Kind, type[FastTier | SmallTier | QuickTier]] = {
     Kind.FAST: FastTier,
     Kind.SMALL: SmallTier,
     Kind.QUICK: QuickTier,
+    Kind.NIBBLES: QuickTier,
 }

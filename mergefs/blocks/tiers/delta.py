@@ -19,6 +19,7 @@ from mergefs.blocks.tiers.decoder import Opened, exact_bits
 from mergefs.blocks.tiers.exact_fast import NO_ORDER, ClassOrder, FastTier
 from mergefs.blocks.tiers.exact_quick import ONLY, QuickTier, QuickTiers
 from mergefs.blocks.tiers.kernels import rests, runs, wide
+from mergefs.blocks.tiers.layout import is_quick, read_header
 from mergefs.blocks.tiers.scratch import room
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
@@ -65,7 +66,11 @@ def open_delta(
         CorruptionError: see `Delta.write`.
     """
     try:
-        delta = _opened(Opened(tiers, base, slot), order, slot)
+        if len(tiers) == 1 and is_quick(tiers[0]):  # as most are that are read at all in a repository with `quick`
+            payload = memoryview(tiers[0]).cast("B")
+            delta: Delta = _Quick(QuickTier.read(read_header(payload), payload, base.size), base, slot)
+        else:
+            delta = _opened(Opened(tiers, base, slot), order, slot)
     except (ValueError, RuntimeError) as error:
         raise _damaged(name, error) from error
     delta.name = name
@@ -80,18 +85,19 @@ def _opened(opened: Opened, order: ClassOrder | None, slot: int) -> Delta:
     if opened.mask is not None:
         return _Runs(opened, slot)
     if isinstance(opened.exact, QuickTier):
-        return _Quick(opened.exact, opened.base)
+        return _Quick(opened.exact, opened.base, slot)
     return _AtOnce(opened, slot, order)
 
 
 class _Quick(Delta):
-    def __init__(self, tier: QuickTier, base: NDArray[np.uint16]) -> None:
+    def __init__(self, tier: QuickTier, base: NDArray[np.uint16], slot: int) -> None:
         self.tier = tier
         self.base = base
+        self.slot = slot
 
     @cached_property
     def _alone(self) -> QuickTiers:
-        return QuickTiers([self.tier], self.base)
+        return QuickTiers([self.tier], self.base, [self.slot])
 
     def _write(self, first: int, out: NDArray[np.float32]) -> None:
         self._alone.write(first, ONLY, out[None])
@@ -106,14 +112,17 @@ class Together:
     Attributes:
         apart: the places of those that have to be written by themselves.
         in_parts: whether writing them part by part pays: most of them are decoded so.
+        table: int64[k, ..]: all of them as compiled loops read them; None where some have to be written apart.
     """
 
     def __init__(self, deltas: Sequence[Delta]) -> None:
         quick = [(row, delta) for row, delta in enumerate(deltas) if isinstance(delta, _Quick)]
         self._rows = np.array([row for row, _ in quick], np.int64)
-        self._tiers = QuickTiers([delta.tier for _, delta in quick], quick[0][1].base) if quick else None
+        tiers, slots = [delta.tier for _, delta in quick], [delta.slot for _, delta in quick]
+        self._tiers = QuickTiers(tiers, quick[0][1].base, slots) if quick else None
         self.apart = [row for row, delta in enumerate(deltas) if not isinstance(delta, _Quick)]
         self.in_parts = 2 * len(quick) >= len(deltas)
+        self.table = None if self.apart or self._tiers is None else self._tiers.table
 
     def write(self, first: int, out: NDArray[np.float32]) -> None:
         """Write the elements from `first` on to float32[k, m], but in the rows of those that are written apart."""
@@ -175,7 +184,7 @@ class _Runs(_AtOnce):
         else:
             rests.subtract(opened.full, opened.full, out)  # 0 wherever the base is finite
             if isinstance(opened.exact, QuickTier):
-                QuickTiers([opened.exact], opened.base).write(0, ONLY, taken[None])
+                QuickTiers([opened.exact], opened.base, [self._slot]).write(0, ONLY, taken[None])
             elif isinstance(opened.exact, FastTier):
                 _fast(opened, opened.exact, None, taken)
             else:

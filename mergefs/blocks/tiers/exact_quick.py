@@ -9,8 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.tiers.kernels import quick as kernels
-from mergefs.blocks.tiers.layout import HEADER_SIZE, Header, Kind, cut
-from mergefs.blocks.tiers.scratch import room
+from mergefs.blocks.tiers.layout import HEADER_SIZE, Header, Kind
+from mergefs.blocks.tiers.scratch import ALONE, room
+
+SURVEYED = 1 << 13
+"""About how many elements are looked at to choose how all are written."""
+
+BYTES_PAY = 0.95
+"""Nibbles have to be smaller than that share of bytes: they take longer to decode."""
 
 
 def write(
@@ -21,25 +27,99 @@ def write(
 
 
 def payload(expert: NDArray[np.uint16], base: NDArray[np.uint16]) -> bytes:
-    """Return the payload of the expert's bits (uint16[n])."""
+    """Return the payload of the expert's bits (uint16[n]): in nibbles or in bytes, whichever seems smaller."""
+    top = _top(expert, base)
+    return in_bytes(expert, base) if top is None else in_nibbles(expert, base, top)
+
+
+def in_bytes(expert: NDArray[np.uint16], base: NDArray[np.uint16]) -> bytes:
+    """Return the payload of the expert's bits (uint16[n]) with a byte for each element."""
     n = base.size
-    low = room("symbols", n, np.uint8)
-    places, high = room("places", n + 1, np.uint32), room("symbols2", n + 1, np.uint8)
-    count = kernels.take(expert, base, low, places, high)
-    return (
-        Header(Kind.QUICK, 0, 0, 0, n, count).pack()
-        + low.tobytes()
-        + places[:count].astype("<u4").tobytes()
-        + high[:count].tobytes()
-    )
+    low, places, values = room("symbols", n, np.uint8), room("places", n + 1, np.uint32), room("values", n, np.uint16)
+    count = kernels.take_bytes(expert, base, low, places, values)
+    high = (values[:count] >> 8).astype(np.uint8)
+    header = Header(Kind.QUICK, 0, 0, 0, n, count)
+    return b"".join((header.pack(), low.data, places[:count].astype("<u4").data, high.data))
+
+
+def in_nibbles(expert: NDArray[np.uint16], base: NDArray[np.uint16], top: int) -> bytes:
+    """Return the payload of the expert's bits (uint16[n]) with a nibble an element, two in classes below `top`."""
+    n = base.size
+    wide = int(kernels.count_below(base, top))
+    below = Below.find(base, top, wide, ALONE).places
+    places, values = room("places", n + 1, np.uint32), room("values", n, np.uint16)
+    low, second = room("symbols", _plane_size(n), np.uint8), room("symbols2", (wide + 1) // 2, np.uint8)
+    count = kernels.take_nibbles(expert, base, below, low, second, places, values)
+    header = Header(Kind.NIBBLES, top, 0, 0, wide, count)
+    escapes = places[:count].astype("<u4").data, values[:count].astype("<u2").data
+    return b"".join((header.pack(), low.data, second.data, *escapes))
+
+
+def _plane_size(n: int) -> int:
+    return -(-n // kernels.RUN) * kernels.LANES
+
+
+def _top(expert: NDArray[np.uint16], base: NDArray[np.uint16]) -> int | None:
+    """Return the class below which elements are to have two nibbles; None where all are to have a byte.
+
+    Small numbers differ by more units, so that it is classes from the first one on.
+    """
+    counts = np.zeros((256, 3), np.int64)
+    kernels.survey(expert, base, max(1, base.size // SURVEYED) * kernels.RUN, counts)
+    every, beyond_nibble, beyond_byte = counts.T
+    narrow, wide = 6.0 * beyond_nibble, every / 2 + 6.0 * beyond_byte
+    # The cost of each top from 0 to 255: wide below it, narrow from it on.
+    costs = (np.cumsum(wide) - wide) + (narrow.sum() - (np.cumsum(narrow) - narrow))
+    top = int(np.argmin(costs))
+    total = every.sum()
+    pays = total / 2 + costs[top] < BYTES_PAY * (total + 5.0 * beyond_byte.sum())
+    return top if pays else None
+
+
+class Below(NamedTuple):
+    """The elements of a base whose class is below some top.
+
+    Attributes:
+        places: uint32[count], ascending.
+        starts: uint32[runs + 1], how many lie before each run of 64, and before the end.
+    """
+
+    places: NDArray[np.uint32]
+    starts: NDArray[np.uint32]
+
+    @classmethod
+    def find(cls, base: NDArray[np.uint16], top: int, count: int, slot: int) -> Below:
+        """Find them in uint16[n]; they are in this thread's room.
+
+        Args:
+            count: how many there are.
+            slot: see `decoder.Opened`.
+        """
+        places = room(f"below-{slot}", count + 1, np.uint32)
+        starts = room(f"starts-{slot}", -(-base.size // kernels.RUN) + 1, np.uint32)
+        kernels.find_below(base, top, places, starts)
+        return cls(places[:count], starts)
+
+
+_NONE = Below(np.empty(0, np.uint32), np.empty(0, np.uint32))
 
 
 class QuickTier(NamedTuple):
-    """A `quick` payload, taken apart and checked."""
+    """A `quick` payload, taken apart and checked.
 
-    low: NDArray[np.uint8]
-    places: NDArray[np.uint32]
-    high: NDArray[np.uint8]
+    Attributes:
+        data: uint8[..], the payload.
+        low: bytes of its first plane.
+        top: the class below which elements have a second nibble; None where the first plane has bytes.
+        wide: how many those are.
+        more: how many elements take more.
+    """
+
+    data: NDArray[np.uint8]
+    low: int
+    top: int | None
+    wide: int
+    more: int
 
     @classmethod
     def read(cls, header: Header, payload: memoryview, n: int) -> QuickTier:
@@ -48,34 +128,76 @@ class QuickTier(NamedTuple):
         Raises:
             ValueError: when it is damaged.
         """
-        if header.x != n or header.y > n or len(payload) != HEADER_SIZE + n + 5 * header.y:
+        more = header.y
+        if header.kind is Kind.NIBBLES:
+            found = cls(np.frombuffer(payload, np.uint8), _plane_size(n), header.a, header.x, more)
+            fits = found.wide <= n and len(payload) == found.escapes + 6 * more
+        else:
+            found = cls(np.frombuffer(payload, np.uint8), n, None, 0, more)
+            fits = header.x == n and len(payload) == found.escapes + 5 * more
+        if more > n or not fits:
             raise ValueError("the exact tier's header does not fit its block")
-        low = np.frombuffer(cut(payload, HEADER_SIZE, n), np.uint8)
-        places = np.frombuffer(cut(payload, HEADER_SIZE + n, 4 * header.y), "<u4").astype(np.uint32)
-        if not kernels.fits(places, n):
+        if more and not kernels.fits(found.data, found.escapes, more, n):
             raise ValueError("the exact tier's places do not fit its block")
-        return cls(low, places, np.frombuffer(payload[HEADER_SIZE + n + 4 * header.y :], np.uint8))
+        return found
+
+    @property
+    def escapes(self) -> int:
+        """Where in the payload the places of elements are that take more."""
+        return HEADER_SIZE + self.low + (self.wide + 1) // 2
+
+    def row(self, below: Below) -> tuple[int, ...]:
+        """Return the tier as compiled loops read it; see `kernels.deltas`.
+
+        Args:
+            below: the elements that have a second nibble.
+        """
+        what = kernels.BYTES if self.top is None else kernels.NIBBLES
+        start, escapes = _address(self.data), self.escapes
+        low, at = start + HEADER_SIZE, start + escapes
+        places, starts = (_address(array) for array in below)
+        return (what, low, low + self.low, places, starts, self.wide, at, at + 4 * self.more, self.more, 0)
 
     def bits(self, base: NDArray[np.uint16], out: NDArray[np.uint16]) -> None:
-        """Write the expert's bits (uint16[n])."""
-        kernels.bits(self.low, self.places, self.high, base, out)
+        """Write the expert's bits (uint16[n]).
+
+        Raises:
+            ValueError: when the tier was made for another base.
+        """
+        kernels.bits(QuickTiers([self], base, [ALONE]).table[0], base, out)
 
 
 class QuickTiers:
-    """Several `quick` tiers of one base, decoded together.
+    """Several `quick` tiers of one base, decoded together. A thread has one of more than one tier at a time.
 
     Args:
         tiers: of blocks of as many elements as the base.
         base: uint16[n].
+        slots: see `decoder.Opened`, of each.
+
+    Attributes:
+        table: int64[k, ..], what the compiled loops read.
+
+    Raises:
+        ValueError: when a tier was made for another base.
     """
 
-    def __init__(self, tiers: Sequence[QuickTier], base: NDArray[np.uint16]) -> None:
-        self._tiers = tiers  # whose arrays have to stay
+    def __init__(self, tiers: Sequence[QuickTier], base: NDArray[np.uint16], slots: Sequence[int]) -> None:
         self._base = base
-        self._table = np.zeros((len(tiers), 5), np.uint64)
-        for row, tier in zip(self._table, tiers, strict=True):
-            # Through `ctypes.data` it would take several times as long.
-            row[:4] = (*(array.__array_interface__["data"][0] for array in tier), tier.places.size)
+        self._tiers = tiers  # whose arrays have to stay
+        # Experts of one base have few tops, and what lies below one is found once for all of them.
+        self._below: dict[int | None, Below] = {None: _NONE}
+        rows = []
+        for tier, slot in zip(tiers, slots, strict=True):
+            below = self._below.get(tier.top)
+            if tier.top is not None and below is None:
+                below = Below.find(base, tier.top, int(kernels.count_below(base, tier.top)), slot)
+                self._below[tier.top] = below
+            assert below is not None
+            if below.places.size != tier.wide:
+                raise ValueError("the exact tier was made for another base")
+            rows.append(tier.row(below))
+        self.table = np.array(rows, np.int64).reshape(len(rows), kernels.COLUMNS)
 
     def write(self, first: int, rows: NDArray[np.int64], out: NDArray[np.float32]) -> None:
         """Write the exact deltas of a part, whose first element lies at `first`; parts are asked for in order.
@@ -84,7 +206,12 @@ class QuickTiers:
             rows: int64[k], which rows of `out` they are.
             out: float32[.., m].
         """
-        kernels.deltas(self._table, self._base[first : first + out.shape[1]], first, rows, out)
+        kernels.deltas(self.table, self._base, first, first + out.shape[1], rows, out)
+
+
+def _address(array: NDArray[np.generic]) -> int:
+    # Through `ctypes.data` it would take several times as long.
+    return int(array.__array_interface__["data"][0])
 
 
 ONLY = np.zeros(1, np.int64)

@@ -34,14 +34,25 @@ class Kind(enum.IntEnum):
     FAST = 3
     SMALL = 4
     QUICK = 5
+    NIBBLES = 6
 
     @property
     def exact(self) -> bool:
         """Whether it restores the exact bits."""
         return self >= Kind.FAST
 
+    @property
+    def alone(self) -> bool:
+        """Whether it does so without the tiers before it."""
+        return self >= Kind.QUICK
+
 
 _KINDS = {kind.value: kind for kind in Kind}  # the enum's own look-up takes longer than all else in reading a header
+
+
+def is_quick(payload: Buffer) -> bool:
+    """Tell whether a payload begins as one of coding `quick` does that is of all elements of its block."""
+    return len(payload) > 0 and payload[0] in (Kind.QUICK, Kind.NIBBLES)
 
 
 class Header(NamedTuple):

@@ -14,7 +14,12 @@ from mergefs.blocks.tiers.layout import Kind, header_start
 from mergefs.blocks.tiers.scratch import ALONE
 from mergefs.hashing import Buffer
 
-_CODINGS: dict[int, Exact] = {Kind.FAST: "fast", Kind.SMALL: "small", Kind.QUICK: "quick"}
+_CODINGS: dict[int, Exact] = {
+    Kind.FAST: "fast",
+    Kind.SMALL: "small",
+    Kind.QUICK: "quick",
+    Kind.NIBBLES: "quick",
+}
 
 
 def coding(head: memoryview) -> Exact | None:

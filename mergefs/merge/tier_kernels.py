@@ -1,0 +1,81 @@
+"""Compiled loops from tiers to a merge's bytes, a tile at a time: no expert's delta is ever as large as a block.
+
+One call merges a block. Each one releases the interpreter lock, and waits for it when it returns; what loops call in
+turn does not.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from mergefs.blocks.kernels import narrow_bf16, widen_bf16
+from mergefs.blocks.tiers.kernels.quick import deltas as read_deltas
+from mergefs.merge.kernels import combine, drop, elect_singles
+
+_jit = numba.njit(nogil=True, cache=True)
+
+TILE = 1024
+"""Elements that are merged at a time: the deltas of a few experts stay in the nearest cache. A multiple of the runs of
+tiers."""
+
+
+@_jit
+def _read(tiers, base, start, stop, rows, deltas, drops, first, factors):
+    """Write the deltas of a tile, dropped and rescaled, to float32[k, stop - start]."""
+    read_deltas(tiers, base, start, stop, rows, deltas)
+    for k in range(len(drops)):
+        drop(deltas[k], first + start, drops[k, 0], drops[k, 1], drops[k, 2])
+    for k in range(factors.size):
+        row = deltas[k]
+        for i in range(row.size):
+            row[i] *= factors[k]
+
+
+@_jit
+def combine_tiers(tiers, base, first, drops, factors, base_scale, coefficients, out):
+    """`kernels.combine` of bf16, from the base's bits to the result's.
+
+    Args:
+        tiers, base, first, drops, factors, out: see `elect_tiers`.
+        base_scale, coefficients: see `kernels.combine`.
+    """
+    k = len(tiers)
+    rows = np.arange(k)
+    room = np.empty(k * TILE, np.float32)
+    values, found = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    for start in range(0, base.size, TILE):
+        stop = min(start + TILE, base.size)
+        size = stop - start
+        deltas = room[: k * size].reshape(k, size)
+        _read(tiers, base, start, stop, rows, deltas, drops, first, factors)
+        widen_bf16(base[start:stop], values[:size].view(np.uint32))
+        combine(values[:size], base_scale, deltas, coefficients, found[:size])
+        narrow_bf16(found[:size].view(np.uint32), out[start:stop])
+
+
+@_jit
+def elect_tiers(tiers, base, first, drops, factors, thresholds, weights, normalize, scale, out):
+    """`kernels.elect` of bf16, from the base's bits to the result's.
+
+    Args:
+        tiers: int64[k, ..], the experts' tiers as `tiers.kernels.quick.deltas` reads them, nothing of which was used.
+        base, out: uint16[n].
+        first: number of the first element in its tensor.
+        drops: uint64[k, 3]: for each expert the halves of the key and the limit of `kernels.drop`; [0, 3] where nothing
+            is dropped.
+        factors: float32[k], which the deltas are multiplied by; float32[0] where they are not.
+        thresholds, weights, normalize, scale: see `kernels.elect`.
+    """
+    k = len(tiers)
+    rows = np.arange(k)
+    room = np.empty(k * TILE, np.float32)
+    values, found = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    for start in range(0, base.size, TILE):
+        stop = min(start + TILE, base.size)
+        size = stop - start
+        deltas = room[: k * size].reshape(k, size)
+        _read(tiers, base, start, stop, rows, deltas, drops, first, factors)
+        widen_bf16(base[start:stop], values[:size].view(np.uint32))
+        elect_singles(values[:size], deltas, thresholds, weights, normalize, scale, found[:size])
+        narrow_bf16(found[:size].view(np.uint32), out[start:stop])

@@ -1,0 +1,152 @@
+"""Exact tiers `quick`: with a byte or a nibble an element, as spec/tiers.md says, and straight into merges."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mergefs.blocks import tiers
+from mergefs.blocks.tiers import exact_quick
+from mergefs.errors import CorruptionError
+from mergefs.hashing import Buffer
+
+Bits = NDArray[np.uint16]
+
+
+def ordered(bits: Bits) -> NDArray[np.int64]:
+    wide = bits.astype(np.int64)
+    return np.where(wide & 0x8000, wide ^ 0xFFFF, wide ^ 0x8000)
+
+
+def differences(expert: Bits, base: Bits) -> NDArray[np.int64]:
+    """z of spec/tiers.md, with p = base."""
+    signed = ((ordered(expert) - ordered(base) + 0x8000) & 0xFFFF) - 0x8000
+    return np.where(signed < 0, -2 * signed - 1, 2 * signed)
+
+
+def read_nibbles(payload: bytes, base: Bits) -> NDArray[np.int64]:
+    """Return z as the specification says, element by element."""
+    kind, top, zero, none, wide, more = struct.unpack_from("<BBBBII", payload)
+    assert (kind, zero, none) == (6, 0, 0)
+    n = base.size
+    plane = 32 * -(-n // 64)
+    found = np.zeros(n, np.int64)
+    for i in range(n):
+        run, place = divmod(i, 64)
+        both = payload[12 + 32 * run + place % 32]
+        found[i] = both >> 4 if place >= 32 else both & 15
+    second = payload[12 + plane :]
+    below = [i for i in range(n) if (int(base[i]) >> 7) & 255 < top]
+    assert len(below) == wide
+    for j, i in enumerate(below):
+        found[i] += 16 * (second[j // 2] >> 4 if j % 2 else second[j // 2] & 15)
+    rest = second[(wide + 1) // 2 :]
+    places, values = np.frombuffer(rest, "<u4", more), np.frombuffer(rest, "<u2", more, 4 * more)
+    assert len(rest) == 6 * more
+    found[places] = values
+    return found
+
+
+def fine_tune(n: int, seed: int, scale: float = 3e-4) -> tuple[Bits, Bits]:
+    random = np.random.default_rng(seed)
+    values = (0.02 * random.standard_normal(n)).astype(np.float32)
+    other = values + (scale * random.standard_normal(n)).astype(np.float32)
+    return tuple((v.view(np.uint32) >> 16).astype(np.uint16) for v in (values, other))  # type: ignore[return-value]
+
+
+def decoded(payload: Buffer, base: Bits) -> Bits:
+    return np.frombuffer(tiers.decode([payload], base.tobytes()), np.uint16)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 5000),
+    st.integers(0, 1 << 30),
+    st.one_of(st.none(), st.integers(0, 255)),
+    st.sampled_from(["fine-tune", "any", "same"]),
+)
+def test_what_is_written_is_read_and_is_what_the_specification_says(
+    n: int, seed: int, top: int | None, kind: str
+) -> None:
+    base, expert = fine_tune(n, seed)
+    if kind == "any":
+        base, expert = np.random.default_rng(seed).integers(0, 1 << 16, (2, n)).astype(np.uint16)
+    elif kind == "same":
+        expert = base
+    chosen = exact_quick.payload(expert, base)
+    assert decoded(chosen, base).tobytes() == expert.tobytes()
+    if top is None:
+        payload = exact_quick.in_bytes(expert, base)
+    else:
+        payload = exact_quick.in_nibbles(expert, base, top)
+        assert read_nibbles(payload, base).tolist() == differences(expert, base).tolist()
+    assert decoded(payload, base).tobytes() == expert.tobytes()
+    delta = tiers.decode_delta([payload], base.tobytes())
+    with np.errstate(invalid="ignore"):
+        expected = (expert.astype(np.uint32) << 16).view(np.float32) - (base.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_array_equal(delta, expected)
+
+
+def test_the_smaller_coding_is_taken() -> None:
+    n = 1 << 17
+    for scale, nibbles in ((1e-4, True), (3e-4, True), (0.05, False)):
+        base, expert = fine_tune(n, 3, scale)
+        chosen = exact_quick.payload(expert, base)
+        assert (chosen[0] == 6) is nibbles
+        sizes = [len(exact_quick.in_bytes(expert, base))]
+        sizes += [len(exact_quick.in_nibbles(expert, base, top)) for top in range(100, 130)]
+        assert len(chosen) <= 1.03 * min(sizes)
+
+
+@pytest.mark.parametrize("top", [0, 119, 255])
+def test_damage_is_refused_or_another_block(top: int) -> None:
+    base, expert = fine_tune(3001, 4)
+    payload = exact_quick.in_nibbles(expert, base, top)
+    random = np.random.default_rng(5)
+    refused = 0
+    for cut in (0, 1, 11, 12, len(payload) // 2, len(payload) - 1):
+        with pytest.raises(CorruptionError):
+            decoded(payload[:cut], base)
+    with pytest.raises(CorruptionError):
+        decoded(payload + b"\0", base)
+    for _ in range(300):
+        damaged = bytearray(payload)
+        damaged[int(random.choice([random.integers(12), random.integers(len(payload))]))] ^= 1 << int(
+            random.integers(8)
+        )
+        try:
+            assert decoded(damaged, base).size == base.size
+        except CorruptionError:
+            refused += 1
+    assert refused > 20
+
+
+def test_another_base_is_refused_where_it_has_other_classes() -> None:
+    base, expert = fine_tune(3001, 4)
+    payload = exact_quick.in_nibbles(expert, base, 119)
+    with pytest.raises(CorruptionError, match="another base"):
+        decoded(payload, np.zeros_like(base))
+    with pytest.raises(CorruptionError, match="does not fit"):
+        decoded(payload, base[:1500])
+
+
+@pytest.mark.parametrize("steps", [(1, 63, 64, 65, 1000), (4096,), (7, 2048)])
+def test_parts_may_be_skipped_but_not_misread(steps: tuple[int, ...]) -> None:
+    """Whoever asks for parts out of order gets nothing that is not of the block."""
+    base, expert = fine_tune(9001, 6)
+    for payload in (exact_quick.in_nibbles(expert, base, 119), exact_quick.in_bytes(expert, base)):
+        whole = tiers.decode_delta([payload], base.tobytes())
+        delta = tiers.open_delta([payload], base.tobytes())
+        first = step = 0
+        while first < base.size:
+            size = min(steps[step % len(steps)], base.size - first)
+            part = np.empty(size, np.float32)
+            delta.write(first, part)
+            np.testing.assert_array_equal(part, whole[first : first + size])
+            first += 2 * size
+            step += 1
