@@ -13,6 +13,7 @@ from mergefs.blocks import tiers
 from mergefs.blocks.exact import CODINGS
 from mergefs.blocks.tiers.codec import TieredDelta, split
 from mergefs.blocks.tiers.delta import Together
+from mergefs.blocks.tiers.exact_quick import in_bytes, in_nibbles
 from mergefs.errors import CorruptionError
 from tools.fuzz.mutate import change_bytes
 from tools.fuzz.target import Run, Target
@@ -56,9 +57,23 @@ def _seeds(coding: str) -> Callable[[], list[bytes]]:
         expert[100] ^= 1
         found.append(b"\x05" + TieredDelta(coding, base).encode(bytes(expert)))  # type: ignore[arg-type]
         found.append(b"\x08" + TieredDelta(coding, bases()[8]).encode(noise(2, 2000)))  # type: ignore[arg-type]
-        return found
+        return found + (_quick_seeds() if coding == "quick" else [])
 
     return make
+
+
+def _quick_seeds() -> list[bytes]:
+    """Return payloads of both kinds, whichever would be chosen, alone."""
+    found = []
+    for number, base in enumerate(bases()[: len(_SIZES)]):
+        below, expert = (np.frombuffer(raw, "<u2") for raw in (base, _expert(base, number)))
+        for payload in (in_bytes(expert, below), *(in_nibbles(expert, below, top) for top in (0, 118, 122, 255))):
+            found.append(_joined(number, [payload]))
+    return found
+
+
+def _joined(number: int, payloads: Sequence[bytes]) -> bytes:
+    return bytes([number]) + struct.pack(f"<B{len(payloads)}I", len(payloads), *map(len, payloads)) + b"".join(payloads)
 
 
 def _decode() -> Run:
@@ -132,8 +147,7 @@ def _mutate(rng: random.Random, data: bytes, kept: Sequence[bytes]) -> bytes:
     else:
         place = rng.randrange(len(payloads))
         payloads[place] = _change(rng, payloads[place])
-    payloads = payloads or [b""]
-    return bytes([number]) + struct.pack(f"<B{len(payloads)}I", len(payloads), *map(len, payloads)) + b"".join(payloads)
+    return _joined(number, payloads or [b""])
 
 
 def _change(rng: random.Random, payload: bytes) -> bytes:
