@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mergefs.blocks import tiers
 from mergefs.blocks.tiers import exact_quick
+from mergefs.blocks.tiers.delta import Together
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
 
@@ -87,8 +88,8 @@ def test_what_is_written_is_read_and_is_what_the_specification_says(
         assert read_nibbles(payload, base).tolist() == differences(expert, base).tolist()
     assert decoded(payload, base).tobytes() == expert.tobytes()
     delta = tiers.decode_delta([payload], base.tobytes())
-    with np.errstate(invalid="ignore"):
-        expected = (expert.astype(np.uint32) << 16).view(np.float32) - (base.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = widened(expert) - widened(base)
     np.testing.assert_array_equal(delta, expected)
 
 
@@ -133,6 +134,39 @@ def test_another_base_is_refused_where_it_has_other_classes() -> None:
         decoded(payload, np.zeros_like(base))
     with pytest.raises(CorruptionError, match="does not fit"):
         decoded(payload, base[:1500])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5000), st.integers(0, 1 << 30), st.lists(st.floats(0, 1), min_size=1, max_size=4), st.booleans())
+def test_several_experts_of_which_some_changed_in_some_runs(
+    n: int, seed: int, shares: list[float], specials: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    base = random.integers(0, 1 << 16, n).astype(np.uint16) if specials else fine_tune(n, seed)[0]
+    experts, opened = [], []
+    for slot, share in enumerate(shares):
+        other = fine_tune(n, seed + slot, scale=(1e-4, 3e-2)[slot % 2])[1]
+        changed = np.repeat(random.random(-(-n // 64)) < share, 64)[:n]
+        experts.append(np.where(changed, other, base))
+        found = tiers.encode_always(experts[-1].tobytes(), base.tobytes(), "quick").tiers
+        assert decoded(found[-1], base).tobytes() == experts[-1].tobytes()
+        opened.append(tiers.open_delta(found[-1:], base.tobytes(), slot=slot))
+    together = Together(opened)
+    assert together.apart == []
+    assert together.table is not None
+    size = int(random.integers(1, n + 1))
+    for first in range(0, n, size):
+        part = np.empty((len(shares), min(size, n - first)), np.float32)
+        together.write(first, part)
+        for row, expert in zip(part, experts, strict=True):
+            mine = slice(first, first + row.size)
+            with np.errstate(invalid="ignore", over="ignore"):
+                expected = widened(expert[mine]) - widened(base[mine])
+            np.testing.assert_array_equal(row, expected)
+
+
+def widened(bits: Bits) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 @pytest.mark.parametrize("steps", [(1, 63, 64, 65, 1000), (4096,), (7, 2048)])

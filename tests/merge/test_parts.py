@@ -76,7 +76,7 @@ LOOPS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
-    """A repository with a base and three experts that are changed everywhere, little or so much that it takes bytes."""
+    """A repository with a base and three experts, changed everywhere, in part, and so much that it takes bytes."""
     folder = tmp_path_factory.mktemp("loops")
     values = 0.02 * np.random.default_rng(8).standard_normal((331, 301))
     base = {"layer.weight": array(values, "BF16")}
@@ -84,6 +84,8 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
         repository.ingest(write_model(folder / "base", base), "base")
         for name, (seed, scale) in {"x": (2, 1e-4), "y": (3, 3e-4), "z": (4, 3e-3)}.items():
             delta = scale * np.random.default_rng(seed).standard_normal(values.shape)
+            if name == "y":
+                delta[np.arange(331) % 7 > 2] = 0  # so that whole runs of elements are left out
             model = {"layer.weight": array(values + delta, "BF16")}
             repository.ingest(write_model(folder / name, model), name, base="base")
         yield repository

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mergefs.blocks import zstd_frames
 from mergefs.blocks.tiers.coarse import NOTHING, Coarse, CoarseTier, Prediction
 from mergefs.blocks.tiers.exact_fast import FastTier
-from mergefs.blocks.tiers.exact_quick import QuickTier
+from mergefs.blocks.tiers.exact_quick import OpenTier, QuickTier
 from mergefs.blocks.tiers.exact_small import SmallTier
 from mergefs.blocks.tiers.kernels import rests, runs, wide
 from mergefs.blocks.tiers.layout import COARSE_TIERS, Kind, header_start, read_header, split_mask
@@ -32,6 +32,7 @@ class Opened:
             ones.
 
     Attributes:
+        slot: see above.
         full: uint16[N], the base's block.
         base: uint16[n], its elements in changed runs, which are what tiers are about.
         mask: which runs those are, or None where they are all.
@@ -42,6 +43,7 @@ class Opened:
     def __init__(self, tiers: Sequence[Buffer], base: NDArray[np.uint16], slot: int) -> None:
         self.full = base
         self.base = base
+        self.slot = slot
         self.mask: NDArray[np.uint8] | None = None
         self.coarse: list[CoarseTier] = []
         self.exact: FastTier | SmallTier | QuickTier | None = None
@@ -103,7 +105,7 @@ class Opened:
         """
         predicted, q, contents = self.predict()
         if isinstance(self.exact, QuickTier):
-            self.exact.bits(self.base, out)
+            OpenTier(self.exact, self.base, None, self.slot).bits(self.base, out)
             rest = room("rests", self.base.size, np.uint16)
             rests.take(out, predicted, q, rest)
             return q, rest
@@ -129,11 +131,12 @@ def exact(tiers: Sequence[Buffer], base: NDArray[np.uint16]) -> NDArray[np.uint1
 
 def exact_bits(opened: Opened) -> NDArray[np.uint16]:
     """Return the expert's bits, uint16[N], from tiers of which the last is exact."""
-    found = np.empty(opened.base.size, np.uint16)
     if isinstance(opened.exact, QuickTier):
-        opened.exact.bits(opened.base, found)
-    else:
-        opened.restore(found)
+        found = np.empty(opened.full.size, np.uint16)
+        OpenTier.among(opened.exact, opened.base, opened.mask, opened.slot).bits(opened.full, found)
+        return found
+    found = np.empty(opened.base.size, np.uint16)
+    opened.restore(found)
     if opened.mask is None:
         return found
     out = opened.full.copy()

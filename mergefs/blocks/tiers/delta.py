@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.tiers.decoder import Opened, exact_bits
 from mergefs.blocks.tiers.exact_fast import NO_ORDER, ClassOrder, FastTier
-from mergefs.blocks.tiers.exact_quick import ONLY, QuickTier, QuickTiers
+from mergefs.blocks.tiers.exact_quick import ONLY, OpenTier, QuickTier, QuickTiers
 from mergefs.blocks.tiers.kernels import rests, runs, wide
 from mergefs.blocks.tiers.layout import is_quick, read_header
 from mergefs.blocks.tiers.scratch import room
@@ -68,7 +68,8 @@ def open_delta(
     try:
         if len(tiers) == 1 and is_quick(tiers[0]):  # as most are that are read at all in a repository with `quick`
             payload = memoryview(tiers[0]).cast("B")
-            delta: Delta = _Quick(QuickTier.read(read_header(payload), payload, base.size), base, slot)
+            tier = QuickTier.read(read_header(payload), payload, base.size)
+            delta: Delta = _Quick(OpenTier(tier, base, None, slot), base)
         else:
             delta = _opened(Opened(tiers, base, slot), order, slot)
     except (ValueError, RuntimeError) as error:
@@ -82,22 +83,21 @@ def _damaged(name: str, error: Exception) -> CorruptionError:
 
 
 def _opened(opened: Opened, order: ClassOrder | None, slot: int) -> Delta:
+    if isinstance(opened.exact, QuickTier):
+        return _Quick(OpenTier.among(opened.exact, opened.base, opened.mask, slot), opened.full)
     if opened.mask is not None:
         return _Runs(opened, slot)
-    if isinstance(opened.exact, QuickTier):
-        return _Quick(opened.exact, opened.base, slot)
     return _AtOnce(opened, slot, order)
 
 
 class _Quick(Delta):
-    def __init__(self, tier: QuickTier, base: NDArray[np.uint16], slot: int) -> None:
+    def __init__(self, tier: OpenTier, base: NDArray[np.uint16]) -> None:
         self.tier = tier
         self.base = base
-        self.slot = slot
 
     @cached_property
     def _alone(self) -> QuickTiers:
-        return QuickTiers([self.tier], self.base, [self.slot])
+        return QuickTiers([self.tier], self.base)
 
     def _write(self, first: int, out: NDArray[np.float32]) -> None:
         self._alone.write(first, ONLY, out[None])
@@ -118,8 +118,7 @@ class Together:
     def __init__(self, deltas: Sequence[Delta]) -> None:
         quick = [(row, delta) for row, delta in enumerate(deltas) if isinstance(delta, _Quick)]
         self._rows = np.array([row for row, _ in quick], np.int64)
-        tiers, slots = [delta.tier for _, delta in quick], [delta.slot for _, delta in quick]
-        self._tiers = QuickTiers(tiers, quick[0][1].base, slots) if quick else None
+        self._tiers = QuickTiers([delta.tier for _, delta in quick], quick[0][1].base) if quick else None
         self.apart = [row for row, delta in enumerate(deltas) if not isinstance(delta, _Quick)]
         self.in_parts = 2 * len(quick) >= len(deltas)
         self.table = None if self.apart or self._tiers is None else self._tiers.table
@@ -183,9 +182,7 @@ class _Runs(_AtOnce):
             _coarse(opened, taken)
         else:
             rests.subtract(opened.full, opened.full, out)  # 0 wherever the base is finite
-            if isinstance(opened.exact, QuickTier):
-                QuickTiers([opened.exact], opened.base, [self._slot]).write(0, ONLY, taken[None])
-            elif isinstance(opened.exact, FastTier):
+            if isinstance(opened.exact, FastTier):
                 _fast(opened, opened.exact, None, taken)
             else:
                 rests.subtract(exact_bits(opened), opened.full, out)

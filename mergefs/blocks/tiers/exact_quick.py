@@ -146,25 +146,58 @@ class QuickTier(NamedTuple):
         """Where in the payload the places of elements are that take more."""
         return HEADER_SIZE + self.low + (self.wide + 1) // 2
 
-    def row(self, below: Below) -> tuple[int, ...]:
+    def row(self, below: Below, before: NDArray[np.uint32] | None) -> tuple[int, ...]:
         """Return the tier as compiled loops read it; see `kernels.deltas`.
 
         Args:
             below: the elements that have a second nibble.
+            before: see `OpenTier`.
         """
         what = kernels.BYTES if self.top is None else kernels.NIBBLES
         start, escapes = _address(self.data), self.escapes
         low, at = start + HEADER_SIZE, start + escapes
         places, starts = (_address(array) for array in below)
-        return (what, low, low + self.low, places, starts, self.wide, at, at + 4 * self.more, self.more, 0)
+        runs = 0 if before is None else _address(before)
+        return (what, low, low + self.low, places, starts, self.wide, at, at + 4 * self.more, self.more, 0, runs)
+
+
+class OpenTier(NamedTuple):
+    """A tier and what it is about.
+
+    Attributes:
+        tier: the tier.
+        base: uint16[n], the base's elements that it is about.
+        before: uint32[runs + 1], how many runs of 64 elements of the block that it is about lie before each run and
+            before the end; None where that is all of them.
+        slot: see `decoder.Opened`.
+    """
+
+    tier: QuickTier
+    base: NDArray[np.uint16]
+    before: NDArray[np.uint32] | None
+    slot: int
+
+    @classmethod
+    def among(cls, tier: QuickTier, base: NDArray[np.uint16], mask: NDArray[np.uint8] | None, slot: int) -> OpenTier:
+        """Return the tier of changed runs.
+
+        Args:
+            tier, base, slot: see the attributes.
+            mask: uint8[runs], 1 for each changed run; None where all are.
+        """
+        if mask is None:
+            return cls(tier, base, None, slot)
+        before = np.zeros(mask.size + 1, np.uint32)
+        np.cumsum(mask, out=before[1:])
+        return cls(tier, base, before, slot)
 
     def bits(self, base: NDArray[np.uint16], out: NDArray[np.uint16]) -> None:
-        """Write the expert's bits (uint16[n]).
+        """Write the expert's bits of a block (uint16[N]) from the base's.
 
         Raises:
             ValueError: when the tier was made for another base.
         """
-        kernels.bits(QuickTiers([self], base, [ALONE]).table[0], base, out)
+        kernels.bits(QuickTiers([self], base).table[0], base, out)
 
 
 class QuickTiers:
@@ -172,8 +205,7 @@ class QuickTiers:
 
     Args:
         tiers: of blocks of as many elements as the base.
-        base: uint16[n].
-        slots: see `decoder.Opened`, of each.
+        base: uint16[n], the whole block.
 
     Attributes:
         table: int64[k, ..], what the compiled loops read.
@@ -182,21 +214,24 @@ class QuickTiers:
         ValueError: when a tier was made for another base.
     """
 
-    def __init__(self, tiers: Sequence[QuickTier], base: NDArray[np.uint16], slots: Sequence[int]) -> None:
+    def __init__(self, tiers: Sequence[OpenTier], base: NDArray[np.uint16]) -> None:
         self._base = base
         self._tiers = tiers  # whose arrays have to stay
-        # Experts of one base have few tops, and what lies below one is found once for all of them.
-        self._below: dict[int | None, Below] = {None: _NONE}
+        # Experts of one base have few tops, and what lies below one is found once for all that are about the same.
+        shared: dict[int, Below] = {}
+        self._below: list[Below] = []
         rows = []
-        for tier, slot in zip(tiers, slots, strict=True):
-            below = self._below.get(tier.top)
-            if tier.top is not None and below is None:
-                below = Below.find(base, tier.top, int(kernels.count_below(base, tier.top)), slot)
-                self._below[tier.top] = below
-            assert below is not None
+        for opened in tiers:
+            tier, known = opened.tier, shared if opened.before is None else {}
+            if tier.top is None:
+                below = _NONE
+            else:
+                below = known.get(tier.top) or _below(opened, tier.top)
+                known[tier.top] = below
             if below.places.size != tier.wide:
                 raise ValueError("the exact tier was made for another base")
-            rows.append(tier.row(below))
+            self._below.append(below)
+            rows.append(tier.row(below, opened.before))
         self.table = np.array(rows, np.int64).reshape(len(rows), kernels.COLUMNS)
 
     def write(self, first: int, rows: NDArray[np.int64], out: NDArray[np.float32]) -> None:
@@ -207,6 +242,10 @@ class QuickTiers:
             out: float32[.., m].
         """
         kernels.deltas(self.table, self._base, first, first + out.shape[1], rows, out)
+
+
+def _below(opened: OpenTier, top: int) -> Below:
+    return Below.find(opened.base, top, int(kernels.count_below(opened.base, top)), opened.slot)
 
 
 def _address(array: NDArray[np.generic]) -> int:

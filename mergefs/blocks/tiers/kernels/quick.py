@@ -34,7 +34,7 @@ TILE = 2048
 BYTES, NIBBLES = 0, 1
 """What the first plane has for each element."""
 
-COLUMNS = 10
+COLUMNS = 11
 """Of the table that `deltas` and `bits` read."""
 
 HIGH_BYTES = np.uint64(0xFF00FF00FF00FF00)
@@ -287,6 +287,32 @@ def _nibbles64(typingctx, low, out):
 
 
 @_intrinsic
+def _move64(typingctx, found, out):
+    """64 uint16 from one address to another."""
+
+    def generate(context, builder, signature, args):
+        other = [builder.add(at, ir.Constant(ir.IntType(64), 2 * LANES)) for at in args]
+        lower, upper = _load(builder, args[0], 16), _load(builder, other[0], 16)
+        _store(builder, lower, args[1], 2)
+        _store(builder, upper, other[1], 2)
+        return ir.Constant(ir.IntType(64), 0)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@_intrinsic
+def _clear64(typingctx, out):
+    """64 uint16 of 0 to an address."""
+
+    def generate(context, builder, signature, args):
+        _store(builder, _const(16, 0), args[0], 2)
+        _store(builder, _const(16, 0), builder.add(args[0], ir.Constant(ir.IntType(64), 2 * LANES)), 2)
+        return ir.Constant(ir.IntType(64), 0)
+
+    return types.int64(types.int64), generate
+
+
+@_intrinsic
 def _bits32(typingctx, folded, base, out):
     """`bits` of the elements at these addresses."""
 
@@ -368,6 +394,30 @@ def _fold(tier, start, stop, folded):
         start, stop: the places of the tile's first element, a multiple of RUN, and of the one behind its last.
         folded: uint16[TILE], written to; behind the last element up to the end of its run, too.
     """
+    if tier[10] == 0:
+        _fold_all(tier, start, stop, folded)
+        return
+    first, last = start // RUN, (stop + RUN - 1) // RUN
+    before = _array(tier[10], last + 1, np.uint32)
+    begin, end = RUN * int64(before[first]), RUN * int64(before[last])
+    if before[last] > before[last - 1]:
+        end -= RUN * last - stop
+    if begin < end:
+        _fold_all(tier, begin, end, folded)
+    # From the last run on, as none moves to a place before its own.
+    at = folded.ctypes.data
+    for run in range(last - 1, first - 1, -1):
+        changed = int64(before[run])
+        to = at + 2 * RUN * (run - first)
+        if int64(before[run + 1]) > changed:
+            _move64(at + 2 * (RUN * changed - begin), to)
+        else:
+            _clear64(to)
+
+
+@_jit
+def _fold_all(tier, start, stop, folded):
+    """`_fold` of elements by their places among those that the tier is about."""
     size = stop - start
     at_folded = folded.ctypes.data
     if tier[0] == NIBBLES:
@@ -432,7 +482,9 @@ def deltas(tiers, base, first, stop, rows, out):
             that plane, of the second nibbles, and of what `find_below` found of those elements that have one; how
             many those are; the addresses of the places (uint32) of the elements that take more and of what
             replaces them (uint16, a whole difference) or comes on top of them (uint8, its upper byte), how many those
-            are, and how many have been used, which is changed: parts are asked for one after the other.
+            are, and how many have been used, which is changed: parts are asked for one after the other; and where the
+            tier is about some runs of RUN elements alone, one behind the other, the address of how many of those lie
+            before each run and before the end (uint32), else 0.
         base: uint16[n], the whole block.
         first, stop: the places of the part's first element and of the one behind its last.
         rows: int64[k]: which rows of `out` are theirs.
