@@ -26,8 +26,9 @@ from mergefs.merge.sources import DeltaIterator, OpenDeltas, Sources, opens_all,
 from mergefs.planner.plan import EXACT, Plan, TensorPlan
 
 PART = 1 << 16
-"""Elements that are merged at a time where a method allows it: the deltas of all experts take 4 bytes an element. In
-smaller parts they would stay in nearer caches, but each part costs calls, after which threads wait for each other."""
+"""Elements that are merged at a time where a method allows it, a multiple of 64: the deltas of all experts take 4 bytes
+an element. In smaller parts they would stay in nearer caches, but each part costs calls, after which threads wait for
+each other."""
 
 
 def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None = None) -> Buffer:
@@ -55,6 +56,7 @@ def derive(sources: Sources, tensor: Tensor, number: int, base: BaseBlock | None
         if loop is not None:
             out = np.empty(len(base.raw) // 2, np.uint16)
             loop(opened.tiers, unsigned(base.raw, 2), out)
+            opened.check()
             return memoryview(out).cast("B")
     return b"".join(from_float(part, dtype) for part in _merged(sources, tensor, number, base, opened))
 

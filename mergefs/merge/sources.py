@@ -159,7 +159,8 @@ class OpenDeltas:
         sources, tensor, number, base: see `DeltaIterator`; `opens_all` has to be true.
 
     Attributes:
-        tiers: int64[k, ..]: all of them as compiled loops read them (see `tier_kernels`); None where that cannot be.
+        tiers: int64[k, ..]: all of them as compiled loops read them (see `tier_kernels`), after which they are to be
+            checked; None where that cannot be.
 
     Raises:
         CorruptionError: see `DeltaIterator.__iter__`.
@@ -188,7 +189,8 @@ class OpenDeltas:
         Each is valid until the next one, and may be overwritten.
 
         Args:
-            size: m, less in the last part. There is one part alone where most of the deltas are decoded at once.
+            size: m, a multiple of 64, less in the last part. There is one part alone where most of the deltas are
+                decoded at once.
 
         Raises:
             CorruptionError: see `DeltaIterator.__iter__`.
@@ -204,6 +206,17 @@ class OpenDeltas:
                 with self._naming(self._experts[row]):
                     opened[row].write(first, part[row])
             yield first, part
+        self.check()
+
+    def check(self) -> None:
+        """Check what was read, once all of it was used.
+
+        Raises:
+            CorruptionError: when a tier was made for another base; it names the expert, the tensor and the block.
+        """
+        for row, expert in enumerate(self._experts):
+            with self._naming(expert):
+                self._together.check(row)
 
     def _naming(self, expert: int) -> AbstractContextManager[None]:
         return _naming(self._sources, expert, self._tensor, self._number)

@@ -15,7 +15,7 @@ from mergefs.merge.kernels import combine, drop, elect_singles
 
 _jit = numba.njit(nogil=True, cache=True)
 
-TILE = 1024
+TILE = 2048
 """Elements that are merged at a time: the deltas of a few experts stay in the nearest cache. A multiple of the runs of
 tiers."""
 

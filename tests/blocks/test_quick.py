@@ -154,7 +154,7 @@ def test_several_experts_of_which_some_changed_in_some_runs(
     together = Together(opened)
     assert together.apart == []
     assert together.table is not None
-    size = int(random.integers(1, n + 1))
+    size = 64 * int(random.integers(1, -(-n // 64) + 1))
     for first in range(0, n, size):
         part = np.empty((len(shares), min(size, n - first)), np.float32)
         together.write(first, part)
@@ -163,24 +163,42 @@ def test_several_experts_of_which_some_changed_in_some_runs(
             with np.errstate(invalid="ignore", over="ignore"):
                 expected = widened(expert[mine]) - widened(base[mine])
             np.testing.assert_array_equal(row, expected)
+    for row in range(len(shares)):
+        together.check(row)
 
 
 def widened(bits: Bits) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-@pytest.mark.parametrize("steps", [(1, 63, 64, 65, 1000), (4096,), (7, 2048)])
-def test_parts_may_be_skipped_but_not_misread(steps: tuple[int, ...]) -> None:
-    """Whoever asks for parts out of order gets nothing that is not of the block."""
+def test_parts_are_asked_for_in_order() -> None:
     base, expert = fine_tune(9001, 6)
     for payload in (exact_quick.in_nibbles(expert, base, 119), exact_quick.in_bytes(expert, base)):
         whole = tiers.decode_delta([payload], base.tobytes())
-        delta = tiers.open_delta([payload], base.tobytes())
-        first = step = 0
-        while first < base.size:
-            size = min(steps[step % len(steps)], base.size - first)
-            part = np.empty(size, np.float32)
-            delta.write(first, part)
-            np.testing.assert_array_equal(part, whole[first : first + size])
-            first += 2 * size
-            step += 1
+        for size in (64, 640, 2048, 8960):
+            delta = tiers.open_delta([payload], base.tobytes())
+            with pytest.raises(CorruptionError, match="were asked for"):
+                delta.write(64, np.empty(64, np.float32))
+            for first in range(0, base.size, size):
+                part = np.empty(min(size, base.size - first), np.float32)
+                delta.write(first, part)
+                np.testing.assert_array_equal(part, whole[first : first + part.size])
+        with pytest.raises(CorruptionError, match="were asked for"):
+            tiers.open_delta([payload], base.tobytes()).write(0, np.empty(65, np.float32))
+
+
+def test_a_tier_for_another_base_is_found_among_several() -> None:
+    """Another base's classes are found when all was used, whatever was read by then."""
+    base, expert = fine_tune(5000, 6)
+    other = base.copy()
+    other[2500:] = 0
+    opened = [
+        tiers.open_delta([exact_quick.in_nibbles(expert, below, 119)], base.tobytes(), slot=slot, name=f"block {slot}")
+        for slot, below in enumerate((base, other, base))
+    ]
+    together = Together(opened)
+    together.write(0, np.empty((3, 5000), np.float32))
+    together.check(0)
+    together.check(2)
+    with pytest.raises(CorruptionError, match=r"block 1 is damaged.*another base"):
+        together.check(1)

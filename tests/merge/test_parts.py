@@ -54,7 +54,7 @@ def test_parts_give_the_bytes_of_the_whole(
     recipe = Recipe.parse(recipe_text(method, [(model, own) for model in experts], "base", **PARTS[method]))
     models.merge(recipe, method, budget=budget, seed=3)  # which measures what a plan needs
     found = []
-    for part in (1 << 30, 1000, 33, 1 << 14):
+    for part in (1 << 30, 960, 64, 1 << 14):
         monkeypatch.setattr(derive, "PART", part)
         forget(models)
         report = models.merge(recipe, method, budget=budget, seed=3)

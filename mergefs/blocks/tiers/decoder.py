@@ -32,7 +32,6 @@ class Opened:
             ones.
 
     Attributes:
-        slot: see above.
         full: uint16[N], the base's block.
         base: uint16[n], its elements in changed runs, which are what tiers are about.
         mask: which runs those are, or None where they are all.
@@ -43,7 +42,6 @@ class Opened:
     def __init__(self, tiers: Sequence[Buffer], base: NDArray[np.uint16], slot: int) -> None:
         self.full = base
         self.base = base
-        self.slot = slot
         self.mask: NDArray[np.uint8] | None = None
         self.coarse: list[CoarseTier] = []
         self.exact: FastTier | SmallTier | QuickTier | None = None
@@ -105,7 +103,7 @@ class Opened:
         """
         predicted, q, contents = self.predict()
         if isinstance(self.exact, QuickTier):
-            OpenTier(self.exact, self.base, None, self.slot).bits(self.base, out)
+            OpenTier.among(self.exact, None).bits(self.base, out)
             rest = room("rests", self.base.size, np.uint16)
             rests.take(out, predicted, q, rest)
             return q, rest
@@ -133,7 +131,7 @@ def exact_bits(opened: Opened) -> NDArray[np.uint16]:
     """Return the expert's bits, uint16[N], from tiers of which the last is exact."""
     if isinstance(opened.exact, QuickTier):
         found = np.empty(opened.full.size, np.uint16)
-        OpenTier.among(opened.exact, opened.base, opened.mask, opened.slot).bits(opened.full, found)
+        OpenTier.among(opened.exact, opened.mask).bits(opened.full, found)
         return found
     found = np.empty(opened.base.size, np.uint16)
     opened.restore(found)

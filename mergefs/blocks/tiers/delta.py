@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from mergefs.blocks.tiers.decoder import Opened, exact_bits
 from mergefs.blocks.tiers.exact_fast import NO_ORDER, ClassOrder, FastTier
-from mergefs.blocks.tiers.exact_quick import ONLY, OpenTier, QuickTier, QuickTiers
+from mergefs.blocks.tiers.exact_quick import FOREIGN, ONLY, OpenTier, QuickTier, QuickTiers
 from mergefs.blocks.tiers.kernels import rests, runs, wide
-from mergefs.blocks.tiers.layout import is_quick, read_header
 from mergefs.blocks.tiers.scratch import room
 from mergefs.errors import CorruptionError
 from mergefs.hashing import Buffer
@@ -35,7 +34,8 @@ class Delta(ABC):
     name = "a block"
 
     def write(self, first: int, out: NDArray[np.float32]) -> None:
-        """Write the elements from `first` on to float32[m]. All are asked for once each, in order.
+        """Write the elements from `first` on to float32[m]. All are asked for once each, in order, and a multiple of 64
+        at a time but for the last.
 
         Raises:
             CorruptionError: when a tier is damaged or was made for another base.
@@ -66,12 +66,9 @@ def open_delta(
         CorruptionError: see `Delta.write`.
     """
     try:
-        if len(tiers) == 1 and is_quick(tiers[0]):  # as most are that are read at all in a repository with `quick`
-            payload = memoryview(tiers[0]).cast("B")
-            tier = QuickTier.read(read_header(payload), payload, base.size)
-            delta: Delta = _Quick(OpenTier(tier, base, None, slot), base)
-        else:
-            delta = _opened(Opened(tiers, base, slot), order, slot)
+        # As most are that are read at all in a repository with `quick`.
+        alone = OpenTier.read(memoryview(tiers[0]).cast("B"), base.size) if len(tiers) == 1 else None
+        delta = _opened(Opened(tiers, base, slot), order, slot) if alone is None else _Quick(alone, base)
     except (ValueError, RuntimeError) as error:
         raise _damaged(name, error) from error
     delta.name = name
@@ -84,7 +81,7 @@ def _damaged(name: str, error: Exception) -> CorruptionError:
 
 def _opened(opened: Opened, order: ClassOrder | None, slot: int) -> Delta:
     if isinstance(opened.exact, QuickTier):
-        return _Quick(OpenTier.among(opened.exact, opened.base, opened.mask, slot), opened.full)
+        return _Quick(OpenTier.among(opened.exact, opened.mask), opened.full)
     if opened.mask is not None:
         return _Runs(opened, slot)
     return _AtOnce(opened, slot, order)
@@ -101,6 +98,8 @@ class _Quick(Delta):
 
     def _write(self, first: int, out: NDArray[np.float32]) -> None:
         self._alone.write(first, ONLY, out[None])
+        if first + out.size == self.base.size and self._alone.foreign:
+            raise ValueError(FOREIGN)
 
 
 class Together:
@@ -117,6 +116,7 @@ class Together:
 
     def __init__(self, deltas: Sequence[Delta]) -> None:
         quick = [(row, delta) for row, delta in enumerate(deltas) if isinstance(delta, _Quick)]
+        self._names = [delta.name for delta in deltas]
         self._rows = np.array([row for row, _ in quick], np.int64)
         self._tiers = QuickTiers([delta.tier for _, delta in quick], quick[0][1].base) if quick else None
         self.apart = [row for row, delta in enumerate(deltas) if not isinstance(delta, _Quick)]
@@ -124,9 +124,25 @@ class Together:
         self.table = None if self.apart or self._tiers is None else self._tiers.table
 
     def write(self, first: int, out: NDArray[np.float32]) -> None:
-        """Write the elements from `first` on to float32[k, m], but in the rows of those that are written apart."""
+        """Write the elements from `first` on to float32[k, m], but in the rows of those that are written apart.
+
+        Parts are asked for in order, of a multiple of 64 elements each but for the last; see `check`.
+        """
         if self._tiers is not None:
             self._tiers.write(first, self._rows, out)
+
+    def check(self, row: int) -> None:
+        """Check a delta, once all of it was written or used through the table.
+
+        Raises:
+            CorruptionError: when its tier was made for another base.
+        """
+        if row in self._foreign:
+            raise _damaged(self._names[row], ValueError(FOREIGN))
+
+    @cached_property
+    def _foreign(self) -> list[int]:
+        return [] if self._tiers is None else self._rows[self._tiers.foreign].tolist()
 
 
 class _AtOnce(Delta):

@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergefs.blocks.tiers.kernels import quick as kernels
-from mergefs.blocks.tiers.layout import HEADER_SIZE, Header, Kind
-from mergefs.blocks.tiers.scratch import ALONE, room
+from mergefs.blocks.tiers.layout import HEADER_SIZE, Header, Kind, header_start, masked_size, read_header, split_mask
+from mergefs.blocks.tiers.scratch import room
 
 SURVEYED = 1 << 13
 """About how many elements are looked at to choose how all are written."""
+
+_ALONE = tuple(kind for kind in Kind if kind.alone)
 
 BYTES_PAY = 0.95
 """Nibbles have to be smaller than that share of bytes: they take longer to decode."""
@@ -45,14 +47,17 @@ def in_bytes(expert: NDArray[np.uint16], base: NDArray[np.uint16]) -> bytes:
 def in_nibbles(expert: NDArray[np.uint16], base: NDArray[np.uint16], top: int) -> bytes:
     """Return the payload of the expert's bits (uint16[n]) with a nibble an element, two in classes below `top`."""
     n = base.size
-    wide = int(kernels.count_below(base, top))
-    below = Below.find(base, top, wide, ALONE).places
     places, values = room("places", n + 1, np.uint32), room("values", n, np.uint16)
-    low, second = room("symbols", _plane_size(n), np.uint8), room("symbols2", (wide + 1) // 2, np.uint8)
-    count = kernels.take_nibbles(expert, base, below, low, second, places, values)
+    low, second = room("symbols", _plane_size(n), np.uint8), room("symbols2", (n + 1) // 2, np.uint8)
+    wide, count = kernels.take_nibbles(expert, base, _limit(top), low, second, places, values)
     header = Header(Kind.NIBBLES, top, 0, 0, wide, count)
     escapes = places[:count].astype("<u4").data, values[:count].astype("<u2").data
-    return b"".join((header.pack(), low.data, second.data, *escapes))
+    return b"".join((header.pack(), low.data, second[: (wide + 1) // 2].data, *escapes))
+
+
+def _limit(top: int) -> int:
+    """Return the bits of the smallest magnitude of a class."""
+    return top << 7
 
 
 def _plane_size(n: int) -> int:
@@ -74,34 +79,6 @@ def _top(expert: NDArray[np.uint16], base: NDArray[np.uint16]) -> int | None:
     total = every.sum()
     pays = total / 2 + costs[top] < BYTES_PAY * (total + 5.0 * beyond_byte.sum())
     return top if pays else None
-
-
-class Below(NamedTuple):
-    """The elements of a base whose class is below some top.
-
-    Attributes:
-        places: uint32[count], ascending.
-        starts: uint32[runs + 1], how many lie before each run of 64, and before the end.
-    """
-
-    places: NDArray[np.uint32]
-    starts: NDArray[np.uint32]
-
-    @classmethod
-    def find(cls, base: NDArray[np.uint16], top: int, count: int, slot: int) -> Below:
-        """Find them in uint16[n]; they are in this thread's room.
-
-        Args:
-            count: how many there are.
-            slot: see `decoder.Opened`.
-        """
-        places = room(f"below-{slot}", count + 1, np.uint32)
-        starts = room(f"starts-{slot}", -(-base.size // kernels.RUN) + 1, np.uint32)
-        kernels.find_below(base, top, places, starts)
-        return cls(places[:count], starts)
-
-
-_NONE = Below(np.empty(0, np.uint32), np.empty(0, np.uint32))
 
 
 class QuickTier(NamedTuple):
@@ -146,19 +123,17 @@ class QuickTier(NamedTuple):
         """Where in the payload the places of elements are that take more."""
         return HEADER_SIZE + self.low + (self.wide + 1) // 2
 
-    def row(self, below: Below, before: NDArray[np.uint32] | None) -> tuple[int, ...]:
+    def row(self, before: NDArray[np.uint32] | None) -> tuple[int, ...]:
         """Return the tier as compiled loops read it; see `kernels.deltas`.
 
         Args:
-            below: the elements that have a second nibble.
             before: see `OpenTier`.
         """
-        what = kernels.BYTES if self.top is None else kernels.NIBBLES
+        what, limit = (kernels.BYTES, 0) if self.top is None else (kernels.NIBBLES, _limit(self.top))
         start, escapes = _address(self.data), self.escapes
         low, at = start + HEADER_SIZE, start + escapes
-        places, starts = (_address(array) for array in below)
         runs = 0 if before is None else _address(before)
-        return (what, low, low + self.low, places, starts, self.wide, at, at + 4 * self.more, self.more, 0, runs)
+        return (what, low, low + self.low, limit, self.wide, at, at + 4 * self.more, self.more, runs, 0, 0)
 
 
 class OpenTier(NamedTuple):
@@ -166,72 +141,68 @@ class OpenTier(NamedTuple):
 
     Attributes:
         tier: the tier.
-        base: uint16[n], the base's elements that it is about.
         before: uint32[runs + 1], how many runs of 64 elements of the block that it is about lie before each run and
             before the end; None where that is all of them.
-        slot: see `decoder.Opened`.
     """
 
     tier: QuickTier
-    base: NDArray[np.uint16]
     before: NDArray[np.uint32] | None
-    slot: int
 
     @classmethod
-    def among(cls, tier: QuickTier, base: NDArray[np.uint16], mask: NDArray[np.uint8] | None, slot: int) -> OpenTier:
+    def read(cls, payload: memoryview, n: int) -> OpenTier | None:
+        """Take apart a payload for a block of n elements, with the mask before it; None where it is another coding's.
+
+        Raises:
+            ValueError, RuntimeError: when it is damaged.
+        """
+        start = header_start(payload)
+        if start >= len(payload) or payload[start] not in _ALONE:
+            return None
+        mask, payload = split_mask(payload, n)
+        return cls.among(QuickTier.read(read_header(payload), payload, masked_size(mask, n)), mask)
+
+    @classmethod
+    def among(cls, tier: QuickTier, mask: NDArray[np.uint8] | None) -> OpenTier:
         """Return the tier of changed runs.
 
         Args:
-            tier, base, slot: see the attributes.
+            tier: see the attributes.
             mask: uint8[runs], 1 for each changed run; None where all are.
         """
         if mask is None:
-            return cls(tier, base, None, slot)
+            return cls(tier, None)
         before = np.zeros(mask.size + 1, np.uint32)
         np.cumsum(mask, out=before[1:])
-        return cls(tier, base, before, slot)
+        return cls(tier, before)
 
     def bits(self, base: NDArray[np.uint16], out: NDArray[np.uint16]) -> None:
-        """Write the expert's bits of a block (uint16[N]) from the base's.
+        """Write the expert's bits of a block (uint16[n]) from the base's.
 
         Raises:
             ValueError: when the tier was made for another base.
         """
-        kernels.bits(QuickTiers([self], base).table[0], base, out)
+        opened = QuickTiers([self], base)
+        kernels.bits(opened.table[0], base, out)
+        if opened.foreign:
+            raise ValueError(FOREIGN)
 
 
 class QuickTiers:
-    """Several `quick` tiers of one base, decoded together. A thread has one of more than one tier at a time.
+    """Several `quick` tiers of one base, decoded together.
 
     Args:
         tiers: of blocks of as many elements as the base.
         base: uint16[n], the whole block.
 
     Attributes:
-        table: int64[k, ..], what the compiled loops read.
-
-    Raises:
-        ValueError: when a tier was made for another base.
+        table: int64[k, ..], what the compiled loops read, and note how far they came.
     """
 
     def __init__(self, tiers: Sequence[OpenTier], base: NDArray[np.uint16]) -> None:
         self._base = base
         self._tiers = tiers  # whose arrays have to stay
-        # Experts of one base have few tops, and what lies below one is found once for all that are about the same.
-        shared: dict[int, Below] = {}
-        self._below: list[Below] = []
-        rows = []
-        for opened in tiers:
-            tier, known = opened.tier, shared if opened.before is None else {}
-            if tier.top is None:
-                below = _NONE
-            else:
-                below = known.get(tier.top) or _below(opened, tier.top)
-                known[tier.top] = below
-            if below.places.size != tier.wide:
-                raise ValueError("the exact tier was made for another base")
-            self._below.append(below)
-            rows.append(tier.row(below, opened.before))
+        self._written = 0
+        rows = [opened.tier.row(opened.before) for opened in tiers]
         self.table = np.array(rows, np.int64).reshape(len(rows), kernels.COLUMNS)
 
     def write(self, first: int, rows: NDArray[np.int64], out: NDArray[np.float32]) -> None:
@@ -239,19 +210,30 @@ class QuickTiers:
 
         Args:
             rows: int64[k], which rows of `out` they are.
-            out: float32[.., m].
+            out: float32[.., m], a multiple of 64 elements but for the last part.
+
+        Raises:
+            ValueError: when they are not.
         """
-        kernels.deltas(self.table, self._base, first, first + out.shape[1], rows, out)
+        stop = first + out.shape[1]
+        if first != self._written or (stop % kernels.RUN and stop != self._base.size):
+            raise ValueError(f"elements {first} to {stop} were asked for after the first {self._written}")
+        kernels.deltas(self.table, self._base, first, stop, rows, out)
+        self._written = stop
 
-
-def _below(opened: OpenTier, top: int) -> Below:
-    return Below.find(opened.base, top, int(kernels.count_below(opened.base, top)), opened.slot)
+    @property
+    def foreign(self) -> list[int]:
+        """Which of the tiers were made for another base, once all of the block was written."""
+        same = self.table[:, kernels.EXPECTED] == self.table[:, kernels.FOUND]
+        return np.flatnonzero(~same.all(axis=1)).tolist()
 
 
 def _address(array: NDArray[np.generic]) -> int:
     # Through `ctypes.data` it would take several times as long.
     return int(array.__array_interface__["data"][0])
 
+
+FOREIGN = "the exact tier was made for another base"
 
 ONLY = np.zeros(1, np.int64)
 """The row of a single delta."""

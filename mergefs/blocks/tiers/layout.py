@@ -50,11 +50,6 @@ class Kind(enum.IntEnum):
 _KINDS = {kind.value: kind for kind in Kind}  # the enum's own look-up takes longer than all else in reading a header
 
 
-def is_quick(payload: Buffer) -> bool:
-    """Tell whether a payload begins as one of coding `quick` does that is of all elements of its block."""
-    return len(payload) > 0 and payload[0] in (Kind.QUICK, Kind.NIBBLES)
-
-
 class Header(NamedTuple):
     """The fields of a payload's header, by their names in the specification."""
 
@@ -128,6 +123,14 @@ def header_start(payload: memoryview) -> int:
         return len(payload)
     _, size = _MASK_HEADER.unpack_from(payload)
     return _MASK_HEADER.size + int(size)
+
+
+def masked_size(mask: NDArray[np.uint8] | None, n: int) -> int:
+    """Return how many of n elements lie in changed runs."""
+    if mask is None:
+        return n
+    found = RUN * int(np.count_nonzero(mask))
+    return found - (RUN * mask.size - n if mask.size and mask[-1] else 0)
 
 
 def write_mask(mask: NDArray[np.uint8]) -> bytes:

@@ -106,12 +106,13 @@ def _in_parts(payloads: Sequence[memoryview], base: bytes) -> bytes:
     opened = [tiers.open_delta(payloads, base, slot=slot) for slot in range(2)]
     together = Together(opened)
     found = np.empty((2, len(base) // 2), np.float32)
-    for first in range(0, found.shape[1], 100):
-        part = np.empty((2, min(100, found.shape[1] - first)), np.float32)
+    for first in range(0, found.shape[1], 128):
+        part = np.empty((2, min(128, found.shape[1] - first)), np.float32)
         together.write(first, part)
         for row in together.apart:
             opened[row].write(first, part[row])
         found[:, first : first + part.shape[1]] = part
+    together.check(0)
     assert found[0].tobytes() == found[1].tobytes()
     return found[0].tobytes()
 

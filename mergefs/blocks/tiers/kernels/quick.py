@@ -29,17 +29,18 @@ RUN = 64
 """Elements whose low nibbles lie in 32 bytes: of each the one and of the element 32 places on the other."""
 
 TILE = 2048
-"""Elements that are worked on at a time, so that what is noted of each stays in the near cache; a multiple of RUN."""
+"""Elements that are worked on at a time, so that what is noted of each stays in the near cache; a multiple of RUN that
+fits 16 bits."""
 
 BYTES, NIBBLES = 0, 1
 """What the first plane has for each element."""
 
 COLUMNS = 11
-"""Of the table that `deltas` and `bits` read."""
+EXPECTED, FOUND = [4, 7], [10, 9]
+"""Of the table that `deltas` and `bits` read; and which of them are as which others when a whole block was read."""
 
 HIGH_BYTES = np.uint64(0xFF00FF00FF00FF00)
-HIGH_NIBBLES = np.uint64(0xFFF0FFF0FFF0FFF0)
-"""What of four elements the first plane does not hold."""
+"""What of four elements a plane of bytes does not hold."""
 
 
 @_inline
@@ -75,35 +76,6 @@ def survey(expert, base, step, counts):
             row[0] += 1
             row[1] += folded > uint16(15)
             row[2] += folded > uint16(255)
-
-
-@_jit
-def count_below(base, top):
-    """Return how many elements of uint16[n] have a class below `top`."""
-    limit = uint32(top)
-    count = 0
-    for i in range(base.size):
-        count += _class(base[i]) < limit
-    return count
-
-
-@_jit
-def find_below(base, top, places, starts):
-    """Find the elements whose class is below `top`.
-
-    Args:
-        base: uint16[n].
-        places: uint32[count + 1], written to: where they are.
-        starts: uint32[ceil(n / RUN) + 1], written to: how many lie before each run, and before the end.
-    """
-    limit = uint32(top)
-    count = 0
-    for run in range(starts.size - 1):
-        starts[run] = count
-        for i in range(RUN * run, min(RUN * run + RUN, base.size)):
-            places[count] = i
-            count += _class(base[i]) < limit
-    starts[starts.size - 1] = count
 
 
 @_inline
@@ -143,45 +115,6 @@ def take_bytes(expert, base, low, places, values):
             room[i] = folded
             found[i] = uint8(folded)
         count = _note(room, part.size, start, HIGH_BYTES, places, values, count)
-    return count
-
-
-@_jit
-def take_nibbles(expert, base, below, low, second, places, values):
-    """Write the zigzag differences of the ordered bits (uint16[n]), a nibble an element, and two in some classes.
-
-    Args:
-        expert, base: uint16[n].
-        below: uint32[w], the places of the elements that have a second nibble.
-        low: uint8[32 ceil(n / 64)], written to: the lowest nibbles, run by run.
-        second: uint8[ceil(w / 2)], written to: the second ones, two in a byte.
-        places, values: uint32[n], uint16[n], written to: which elements take more, and their differences.
-
-    Returns:
-        How many take more.
-    """
-    count = 0
-    at = 0
-    second[:] = 0
-    room = np.zeros(TILE, np.uint16)
-    for start in range(0, base.size, TILE):
-        part = expert[start : start + TILE]
-        under = base[start : start + TILE]
-        size = part.size
-        for i in range(size):
-            room[i] = _folded(part[i], under[i])
-        room[size : (size + RUN - 1) // RUN * RUN] = 0
-        at_room, at_low = room.ctypes.data, low.ctypes.data + start // 2
-        for i in range(0, size, RUN):
-            _pack64(at_room + 2 * i, at_low + i // 2)
-        while at < below.size and int64(below[at]) < start + size:
-            i = int64(below[at]) - start
-            folded = room[i]
-            second[at >> 1] |= uint8(((folded >> uint16(4)) & uint16(15)) << uint16((at & 1) << 2))
-            if folded <= uint16(255):
-                room[i] = 0
-            at += 1
-        count = _note(room, size, start, HIGH_NIBBLES, places, values, count)
     return count
 
 
@@ -246,18 +179,75 @@ def _word(bits):
 _word32, _word16 = _word(32), _word(16)
 
 
+def _mask(builder, lanes):
+    """The number whose bits are LANES of 0 or 1."""
+    return builder.zext(builder.bitcast(lanes, ir.IntType(LANES)), ir.IntType(64))
+
+
+def _joined(builder, lower, upper):
+    return builder.or_(lower, builder.shl(upper, ir.Constant(ir.IntType(64), LANES)))
+
+
+def _beside(builder, address):
+    """The address of uint16 that lie LANES of them on."""
+    return builder.add(address, ir.Constant(ir.IntType(64), 2 * LANES))
+
+
+def _folded32(builder, expert, base):
+    """`_folded` of the elements at these addresses."""
+
+    def order(bits):
+        return builder.xor(bits, builder.or_(_const(16, 0x8000), builder.ashr(bits, _const(16, 15))))
+
+    difference = builder.sub(order(_load(builder, expert, 16)), order(_load(builder, base, 16)))
+    return builder.xor(builder.shl(difference, _const(16, 1)), builder.ashr(difference, _const(16, 15)))
+
+
 @_intrinsic
-def _pack64(typingctx, folded, low):
-    """Undo `_nibbles64`."""
+def _take64(typingctx, expert, base, folded, low):
+    """Write `_folded` of 64 elements at the first two addresses to the third, and what `_nibbles64` undoes to the
+    last; return which of them (a bit each, the lowest one first) take more than a nibble."""
 
     def generate(context, builder, signature, args):
-        other = builder.add(args[0], ir.Constant(ir.IntType(64), 2 * LANES))
-        lower, upper = (builder.trunc(_load(builder, at, 16), _vector(8)) for at in (args[0], other))
-        both = builder.or_(builder.and_(lower, _const(8, 15)), builder.shl(upper, _const(8, 4)))
-        _store(builder, both, args[1], 1)
-        return ir.Constant(ir.IntType(64), 0)
+        expert, base, out, low = args
+        lower = _folded32(builder, expert, base)
+        upper = _folded32(builder, _beside(builder, expert), _beside(builder, base))
+        _store(builder, lower, out, 2)
+        _store(builder, upper, _beside(builder, out), 2)
+        first, second = (builder.trunc(half, _vector(8)) for half in (lower, upper))
+        both = builder.or_(builder.and_(first, _const(8, 15)), builder.shl(second, _const(8, 4)))
+        _store(builder, both, low, 1)
+        more = [_mask(builder, builder.icmp_unsigned(">", half, _const(16, 15))) for half in (lower, upper)]
+        return _joined(builder, *more)
 
-    return types.int64(types.int64, types.int64), generate
+    return types.uint64(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@_intrinsic
+def _below64(typingctx, base, limit):
+    """Which of the 64 elements at an address (a bit each, the lowest one first) have a magnitude below a limit."""
+
+    def generate(context, builder, signature, args):
+        limit = builder.insert_element(_const(16, 0), builder.trunc(args[1], ir.IntType(16)), ir.IntType(32)(0))
+        limits = builder.shuffle_vector(limit, _const(16, 0), _const(32, 0))
+
+        def below(address):
+            magnitude = builder.and_(_load(builder, address, 16), _const(16, 0x7FFF))
+            return _mask(builder, builder.icmp_signed("<", magnitude, limits))
+
+        return _joined(builder, below(args[0]), below(_beside(builder, args[0])))
+
+    return types.uint64(types.int64, types.int64), generate
+
+
+@_intrinsic
+def _lowest(typingctx, bits):
+    """The place of the lowest bit that is 1; there has to be one."""
+
+    def generate(context, builder, signature, args):
+        return builder.cttz(args[0], ir.IntType(1)(1))
+
+    return types.uint64(types.uint64), generate
 
 
 @_intrinsic
@@ -358,96 +348,190 @@ def _array(address, size, dtype):
 
 
 @_inline
-def _before(places, starts, limit):
-    """Return how many places are below `limit`, from what `find_below` found."""
-    count = uint64(starts[limit // RUN])
-    if limit % RUN:
-        while count < uint64(places.size) and places[count] < uint32(limit):
-            count += uint64(1)
+def _below_run(base, start, limit):
+    """`_below64` of the run that begins at `start`, which may be cut."""
+    if start + RUN <= base.size:
+        return _below64(base.ctypes.data + 2 * start, limit)
+    found = uint64(0)
+    for i in range(start, base.size):
+        if int64(base[i] & uint16(0x7FFF)) < limit:
+            found |= uint64(1) << uint64(i - start)
+    return found
+
+
+@_jit
+def take_nibbles(expert, base, limit, low, second, places, values):
+    """Write the zigzag differences of the ordered bits (uint16[n]), a nibble an element, and two for small numbers.
+
+    Args:
+        expert, base: uint16[n].
+        limit: elements whose magnitude's bits are below that have a second nibble.
+        low: uint8[32 ceil(n / 64)], written to: the lowest nibbles, run by run.
+        second: uint8[ceil(n / 2)], written to: the second ones, two in a byte.
+        places, values: uint32[n], uint16[n], written to: which elements take more, and their differences.
+
+    Returns:
+        How many have a second nibble, and how many take more.
+    """
+    one = uint64(1)
+    wide = more = uint64(0)
+    folded = np.empty(RUN, np.uint16)
+    last = np.zeros((2, RUN), np.uint16)  # a cut run, filled up
+    at_folded = folded.ctypes.data
+    for start in range(0, base.size, RUN):
+        at_expert, at_base = expert.ctypes.data + 2 * start, base.ctypes.data + 2 * start
+        if start + RUN > base.size:
+            last[0, : base.size - start] = expert[start:]
+            last[1, : base.size - start] = base[start:]
+            at_expert, at_base = last.ctypes.data, last.ctypes.data + 2 * RUN
+        beyond = _take64(at_expert, at_base, at_folded, low.ctypes.data + start // 2)
+        below = _below_run(base, start, limit)
+        while below:
+            i = _lowest(below)
+            below &= below - one
+            nibble = uint8((folded[i] >> uint16(4)) & uint16(15))
+            if wide & one:
+                second[wide >> one] |= nibble << uint8(4)
+            else:
+                second[wide >> one] = nibble
+            wide += one
+            if folded[i] <= uint16(255):
+                beyond &= ~(one << i)
+        while beyond:
+            i = _lowest(beyond)
+            beyond &= beyond - one
+            places[more] = uint32(start) + uint32(i)
+            values[more] = folded[i]
+            more += one
+    return int64(wide), int64(more)
+
+
+@_jit
+def _find_below(base, start, stop, limit, below):
+    """Write the places in a tile of the elements whose magnitude's bits are below a limit; return how many there are.
+
+    Args:
+        start, stop: the places of the tile's first element, a multiple of RUN, and of the one behind its last.
+        below: uint16[TILE], written to.
+    """
+    one, count = uint64(1), uint64(0)
+    for run in range(start, stop, RUN):
+        found = _below_run(base, run, limit)
+        while found:
+            below[count] = uint16(run - start) + uint16(_lowest(found))
+            found &= found - one
+            count += one
     return count
 
 
 @_jit
-def _add_second(below, second, at, end, start, folded):
-    """Add the second nibbles number `at` up to `end` to the tile that begins at `start`."""
-    one, begin = uint64(1), uint32(start)
-    if at < end and at & one:
-        folded[uint64(below[at] - begin)] |= uint16(second[at >> one] & uint8(0xF0))
-        at += one
-    pairs = (end - at) >> one
-    first = at >> one
-    for pair in range(first, first + pairs):
-        both = uint16(second[pair])
-        folded[uint64(below[uint64(2) * pair] - begin)] |= uint16((both & uint16(15)) << uint16(4))
-        folded[uint64(below[uint64(2) * pair + one] - begin)] |= uint16(both & uint16(0xF0))
-    if at < end and end & one:
-        both = uint16(second[end >> one])
-        folded[uint64(below[end - one] - begin)] |= uint16((both & uint16(15)) << uint16(4))
+def _add_second(below, second, at, folded):
+    """Add the second nibbles from number `at` on to the elements of a tile that have one."""
+    one, done, count = uint64(1), uint64(0), uint64(below.size)
+    if count and at & one:
+        folded[uint64(below[0])] |= uint16(second[at >> one] & uint8(0xF0))
+        done = one
+    first = (at + done) >> one
+    pairs = (count - done) >> one
+    for pair in range(pairs):
+        both = uint16(second[first + pair])
+        folded[uint64(below[done])] |= uint16((both & uint16(15)) << uint16(4))
+        folded[uint64(below[done + one])] |= uint16(both & uint16(0xF0))
+        done += uint64(2)
+    if done < count:
+        folded[uint64(below[done])] |= uint16((uint16(second[first + pairs]) & uint16(15)) << uint16(4))
 
 
 @_jit
-def _fold(tier, start, stop, folded):
-    """Write the zigzag differences of a tile from its tier, those that were not asked for before.
-
-    Args:
-        tier: int64[COLUMNS], a row of the table that `deltas` takes.
-        start, stop: the places of the tile's first element, a multiple of RUN, and of the one behind its last.
-        folded: uint16[TILE], written to; behind the last element up to the end of its run, too.
-    """
-    if tier[10] == 0:
-        _fold_all(tier, start, stop, folded)
-        return
-    first, last = start // RUN, (stop + RUN - 1) // RUN
-    before = _array(tier[10], last + 1, np.uint32)
-    begin, end = RUN * int64(before[first]), RUN * int64(before[last])
-    if before[last] > before[last - 1]:
-        end -= RUN * last - stop
-    if begin < end:
-        _fold_all(tier, begin, end, folded)
-    # From the last run on, as none moves to a place before its own.
-    at = folded.ctypes.data
-    for run in range(last - 1, first - 1, -1):
-        changed = int64(before[run])
-        to = at + 2 * RUN * (run - first)
-        if int64(before[run + 1]) > changed:
-            _move64(at + 2 * (RUN * changed - begin), to)
-        else:
-            _clear64(to)
-
-
-@_jit
-def _fold_all(tier, start, stop, folded):
-    """`_fold` of elements by their places among those that the tier is about."""
-    size = stop - start
+def _first_plane(tier, start, stop, folded):
+    """Write what the first plane holds of elements by their places among those that the tier is about: from `start`, a
+    multiple of RUN, to before `stop`, up to the end of its run where it has nibbles."""
     at_folded = folded.ctypes.data
     if tier[0] == NIBBLES:
-        at_low = tier[1] + start // 2
-        for i in range(0, size, RUN):
-            _nibbles64(at_low + i // 2, at_folded + 2 * i)
-        below, second = _array(tier[3], tier[5], np.uint32), _array(tier[2], (tier[5] + 1) // 2, np.uint8)
-        starts = _array(tier[4], (stop + RUN - 1) // RUN + 1, np.uint32)
-        _add_second(below, second, _before(below, starts, start), _before(below, starts, stop), start, folded)
-    else:
-        at_low = tier[1] + start
-        whole = size // LANES * LANES
-        for i in range(0, whole, LANES):
-            _bytes32(at_low + i, at_folded + 2 * i)
-        low = _array(at_low, size, np.uint8)
-        for i in range(whole, size):
-            folded[i] = low[i]
+        for i in range(start, stop, RUN):
+            _nibbles64(tier[1] + i // 2, at_folded + 2 * (i - start))
+        return
+    whole = (stop - start) // LANES * LANES
+    for i in range(0, whole, LANES):
+        _bytes32(tier[1] + start + i, at_folded + 2 * i)
+    low = _array(tier[1], stop, np.uint8)
+    for i in range(start + whole, stop):
+        folded[i - start] = low[i]
+
+
+@_jit
+def _replace(tier, begin, end, folded, runs, first):
+    """Enter the differences of elements that take more, and note in the tier how many have been used.
+
+    Args:
+        begin, end: the tile's elements by their places among those that the tier is about.
+        runs: uint32[..], how many runs lie before each that the tier is about; of no element where that is all.
+        first: the tile's first run.
+    """
     at = tier[9]
-    while at < tier[8]:
-        place = int64(_word32(tier[6] + 4 * at))
-        if place >= stop:
+    run = first
+    while at < tier[7]:
+        place = int64(_word32(tier[5] + 4 * at))
+        if place >= end:
             break
-        if place >= start:
-            if tier[0] == NIBBLES:
-                folded[uint64(place - start)] = _word16(tier[7] + 2 * at)
-            else:
-                high = _array(tier[7], tier[8], np.uint8)
-                folded[uint64(place - start)] |= uint16(uint16(high[uint64(at)]) << uint16(8))
+        to = place - begin
+        if runs.size:
+            while RUN * int64(runs[run + 1]) <= place:
+                run += 1
+            to = RUN * (run - first) + place % RUN
+        if tier[0] == NIBBLES:
+            folded[uint64(to)] = _word16(tier[6] + 2 * at)
+        else:
+            high = _array(tier[6], tier[7], np.uint8)
+            folded[uint64(to)] |= uint16(uint16(high[uint64(at)]) << uint16(8))
         at += 1
     tier[9] = at
+
+
+@_jit
+def _fold(tier, start, stop, below, folded):
+    """Write the zigzag differences of a tile from its tier.
+
+    Args:
+        tier: int64[COLUMNS], a row of the table that `deltas` takes, of which what belongs to the tiles before has been
+            used.
+        start, stop: the places of the tile's first element, a multiple of RUN, and of the one behind its last.
+        below: uint16[..], what `_find_below` found.
+        folded: uint16[TILE], written to; behind the last element up to the end of its run, too.
+    """
+    at, second = tier[10], _array(tier[2], (tier[4] + 1) // 2, np.uint8)
+    if tier[8] == 0:
+        _first_plane(tier, start, stop, folded)
+        if at + below.size <= tier[4]:
+            _add_second(below, second, uint64(at), folded)
+        tier[10] = at + below.size
+        _replace(tier, start, stop, folded, np.empty(0, np.uint32), 0)
+        return
+    first, last = start // RUN, (stop + RUN - 1) // RUN
+    runs = _array(tier[8], last + 1, np.uint32)
+    at_folded = folded.ctypes.data
+    begin, end = RUN * int64(runs[first]), RUN * int64(runs[last])
+    if runs[last] > runs[last - 1]:
+        end -= RUN * last - stop
+    if begin < end:
+        _first_plane(tier, begin, end, folded)
+    # From the last run on, as none moves to a place before its own.
+    for run in range(last - 1, first - 1, -1):
+        to = at_folded + 2 * RUN * (run - first)
+        if runs[run + 1] > runs[run]:
+            _move64(at_folded + 2 * (RUN * int64(runs[run]) - begin), to)
+        else:
+            _clear64(to)
+    for place in below:
+        run = uint64(first) + (uint64(place) >> uint64(6))
+        if runs[run + uint64(1)] > runs[run]:
+            if at < tier[4]:
+                both = uint16(second[uint64(at) >> uint64(1)])
+                shift = uint16((at & 1) << 2)
+                folded[uint64(place)] |= uint16(((both >> shift) & uint16(15)) << uint16(4))
+            at += 1
+    tier[10] = at
+    _replace(tier, begin, end, folded, runs, first)
 
 
 @_jit
@@ -458,10 +542,10 @@ def bits(tier, base, out):
         tier: int64[COLUMNS], see `deltas`; nothing of it has been used.
         base: uint16[n].
     """
-    folded = np.empty(TILE, np.uint16)
+    folded, below = np.empty(TILE, np.uint16), np.empty(TILE, np.uint16)
     for start in range(0, base.size, TILE):
         stop = min(start + TILE, base.size)
-        _fold(tier, start, stop, folded)
+        _fold(tier, start, stop, below[: _find_below(base, start, stop, tier[3], below)], folded)
         whole = (stop - start) // LANES * LANES
         at_folded, at_base, at_out = folded.ctypes.data, base.ctypes.data + 2 * start, out.ctypes.data + 2 * start
         for i in range(0, whole, LANES):
@@ -478,29 +562,44 @@ def deltas(tiers, base, first, stop, rows, out):
     for it again.
 
     Args:
-        tiers: int64[k, COLUMNS]: of each expert's tier what its first plane holds (BYTES or NIBBLES); the addresses of
-            that plane, of the second nibbles, and of what `find_below` found of those elements that have one; how
-            many those are; the addresses of the places (uint32) of the elements that take more and of what
-            replaces them (uint16, a whole difference) or comes on top of them (uint8, its upper byte), how many those
-            are, and how many have been used, which is changed: parts are asked for one after the other; and where the
-            tier is about some runs of RUN elements alone, one behind the other, the address of how many of those lie
-            before each run and before the end (uint32), else 0.
+        tiers: int64[k, COLUMNS]: of each expert's tier
+
+            0. what its first plane holds, BYTES or NIBBLES,
+            1. the address of that plane,
+            2. that of the second nibbles,
+            3. the bits of the magnitude below which elements have one (0 for none),
+            4. how many have, by the tier,
+            5. the address of the places (uint32) of the elements that take more,
+            6. that of what replaces them (uint16, a whole difference) or comes on top (uint8, its upper byte),
+            7. how many those are,
+            8. where the tier is about some runs of RUN elements alone, one behind the other, the address of how many of
+               those lie before each run and before the end (uint32); else 0,
+            9. how many of those that take more have been used,
+            10. how many elements were found that have a second nibble.
+
+            The last two are changed: parts are asked for one after the other. Of a block that was all asked for, the
+            latter is column 4, or the tier was made for another base.
         base: uint16[n], the whole block.
-        first, stop: the places of the part's first element and of the one behind its last.
+        first, stop: the places of the part's first element and of the one behind its last, multiples of RUN but at the
+            block's end.
         rows: int64[k]: which rows of `out` are theirs.
         out: float32[.., stop - first].
     """
-    folded = np.empty(TILE, np.uint16)
-    for begin in range(first // RUN * RUN, stop, TILE):
-        start, end = max(begin, first), min(begin + TILE, stop)
+    folded, below = np.empty(TILE, np.uint16), np.empty(TILE, np.uint16)
+    for start in range(first, stop, TILE):
+        end = min(start + TILE, stop)
         whole = (end - start) // LANES * LANES
-        at_base, at_folded = base.ctypes.data + 2 * start, folded.ctypes.data + 2 * (start - begin)
+        at_base, at_folded = base.ctypes.data + 2 * start, folded.ctypes.data
+        count, limit = uint64(0), int64(0)
         for k in range(rows.size):
-            _fold(tiers[k], begin, end, folded)
+            if tiers[k, 3] != limit:  # experts of one base have few of them
+                limit = tiers[k, 3]
+                count = _find_below(base, start, end, limit, below)
+            _fold(tiers[k], start, end, below[:count], folded)
             row = out[rows[k], start - first : end - first]
             at_out = row.ctypes.data
             for i in range(0, whole, LANES):
                 _deltas32(at_folded + 2 * i, at_base + 2 * i, at_out + 4 * i)
             for i in range(whole, end - start):
-                below = base[start + i]
-                row[i] = np.float32(value(_other(int32(folded[start - begin + i]), below)) - value(below))
+                found = _other(int32(folded[i]), base[start + i])
+                row[i] = np.float32(value(found) - value(base[start + i]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numba
+import numpy as np
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+_inline = numba.njit(nogil=True, cache=True, inline="always", boundscheck=False)
 
 RUN = 64
 
@@ -12,15 +14,19 @@ RUN = 64
 @_jit
 def changed(expert, base, mask):
     """Set mask (uint8[ceil(n / 64)]) to 1 for every run that holds a change, else 0; return how many do."""
-    n = base.size
+    whole = base.size // RUN
     some = 0
     for run in range(mask.size):
-        mask[run] = 0
-        for i in range(run * RUN, min(n, (run + 1) * RUN)):
-            if expert[i] != base[i]:
-                mask[run] = 1
-                some += 1
-                break
+        differing = np.uint16(0)
+        if run < whole:  # of a fixed length, so that it compiles to vector instructions
+            mine, below = expert[run * RUN :], base[run * RUN :]
+            for i in range(RUN):
+                differing |= mine[i] ^ below[i]
+        else:
+            for i in range(run * RUN, base.size):
+                differing |= expert[i] ^ base[i]
+        mask[run] = differing != 0
+        some += differing != 0
     return some
 
 
@@ -31,9 +37,9 @@ def take(source, mask, out):
     n = source.size
     for run in range(mask.size):
         if mask[run]:
-            for i in range(run * RUN, min(n, (run + 1) * RUN)):
-                out[k] = source[i]
-                k += 1
+            size = min(RUN, n - run * RUN)
+            _move(source[run * RUN :], out[k:], size)
+            k += size
     return k
 
 
@@ -44,6 +50,16 @@ def put(source, mask, out):
     n = out.size
     for run in range(mask.size):
         if mask[run]:
-            for i in range(run * RUN, min(n, (run + 1) * RUN)):
-                out[i] = source[k]
-                k += 1
+            size = min(RUN, n - run * RUN)
+            _move(source[k:], out[run * RUN :], size)
+            k += size
+
+
+@_inline
+def _move(source, out, size):
+    if size == RUN:  # as above
+        for i in range(RUN):
+            out[i] = source[i]
+    else:
+        for i in range(size):
+            out[i] = source[i]
