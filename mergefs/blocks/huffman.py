@@ -9,10 +9,11 @@ Importing this module loads numba.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+from mergefs.compiled import njit
+
+_jit = njit(nogil=True, boundscheck=False)
 
 LARGEST = 1 << 17
 """The most bytes of a block."""

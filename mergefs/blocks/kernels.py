@@ -5,10 +5,11 @@ Importing this module loads numba, so it is imported only where blocks are encod
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+from mergefs.compiled import njit
+
+_jit = njit(nogil=True, boundscheck=False)
 
 HISTOGRAM_BINS = 1 << 15
 SKETCH_SIZE = 128

@@ -6,12 +6,12 @@ the float64 definition; a result is rounded once, by the caller.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from mergefs.compiled import njit
 from mergefs.merge.wide import LANES, elect_vector
 
-_jit = numba.njit(nogil=True, cache=True)
+_jit = njit(nogil=True)
 
 
 @_jit

@@ -5,10 +5,11 @@ Sums are float64 in a fixed order, so that a block has the same bits on any mach
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-_jit = numba.njit(nogil=True, cache=True)
+from mergefs.compiled import njit
+
+_jit = njit(nogil=True)
 
 
 @_jit

@@ -3,10 +3,11 @@ interpreter lock. Sums are float64 in the order of the experts."""
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-_jit = numba.njit(nogil=True, cache=True)
+from mergefs.compiled import njit
+
+_jit = njit(nogil=True)
 
 
 @_jit

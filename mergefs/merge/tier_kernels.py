@@ -6,14 +6,14 @@ turn does not.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from mergefs.blocks.kernels import narrow_bf16, widen_bf16
 from mergefs.blocks.tiers.kernels.quick import deltas as read_deltas
+from mergefs.compiled import njit
 from mergefs.merge.kernels import combine, drop, elect_singles
 
-_jit = numba.njit(nogil=True, cache=True)
+_jit = njit(nogil=True)
 
 TILE = 2048
 """Elements that are merged at a time: the deltas of a few experts stay in the nearest cache. A multiple of the runs of

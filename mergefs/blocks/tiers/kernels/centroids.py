@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numba import int32, uint16, uint32
 
-_inline = numba.njit(nogil=True, cache=True, inline="always", boundscheck=False)
+from mergefs.compiled import njit
+
+_inline = njit(nogil=True, inline="always", boundscheck=False)
 
 
 @_inline

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numba import int16, int32, int64, uint8, uint16, uint32, uint64
 
 from mergefs.blocks.tiers.kernels.rans import SYMBOLS
+from mergefs.compiled import njit
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+_jit = njit(nogil=True, boundscheck=False)
 
 DIRECT = 16
 """Rests below this are symbols of their own."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numba import int32, uint16, uint32, uint64
 
-_inline = numba.njit(nogil=True, cache=True, inline="always")
+from mergefs.compiled import njit
+
+_inline = njit(nogil=True, inline="always")
 
 
 @_inline

@@ -5,7 +5,6 @@ Both give the same bytes and the same values.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numba import int8, int32, int64, uint16, uint32, uint64
 
@@ -13,8 +12,9 @@ from mergefs.blocks.tiers.kernels.centroids import size
 from mergefs.blocks.tiers.kernels.floats import ordered, rounded, step, value
 from mergefs.blocks.tiers.kernels.quantise import LANES, PAGE, add_squares, total
 from mergefs.blocks.tiers.kernels.streams import following
+from mergefs.compiled import njit
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+_jit = njit(nogil=True, boundscheck=False)
 
 
 @_jit

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numba import float32, int8, int32, uint16, uint32
 
 from mergefs.blocks.tiers.kernels.floats import value
+from mergefs.compiled import njit
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+_jit = njit(nogil=True, boundscheck=False)
 
 PAGE = 1024
 """Deltas are made a page at a time, in room that stays in the nearest cache."""

@@ -16,11 +16,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from mergefs.blocks.tiers.kernels.floats import ordered, unordered, value
+from mergefs.compiled import njit
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
-_short = numba.njit(cache=True, boundscheck=False)
+_jit = njit(nogil=True, boundscheck=False)
+_short = njit(boundscheck=False)
 """For what takes less time than to wait for the interpreter's lock, and so keeps it."""
-_inline = numba.njit(nogil=True, cache=True, inline="always")
+_inline = njit(nogil=True, inline="always")
 _intrinsic: Any = intrinsic
 _numba: Any = numba
 

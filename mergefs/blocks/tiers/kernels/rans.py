@@ -5,11 +5,12 @@ A symbol's table is given by its context. Frequencies of a table add up to 4096.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numba import int64, uint8, uint16, uint32, uint64
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+from mergefs.compiled import njit
+
+_jit = njit(nogil=True, boundscheck=False)
 
 BITS = 12
 SYMBOLS = 40
@@ -104,19 +105,19 @@ def encode(symbols, keys, tables, frequencies, words, states):
     return at
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, inline="always")
 def _advance(entry, x):
     """The state after an entry's symbol, before it takes a word."""
     y = uint32(((entry >> uint32(20)) + uint32(1)) * (x >> uint32(BITS)))
     return uint32(y + ((entry >> uint32(8)) & uint32(4095)))
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, inline="always")
 def _entry(table, context, x):
     return table[(uint32(context) << uint32(BITS)) | (x & uint32(4095))]
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, inline="always")
 def _refilled(y, word):
     return uint32((y << uint32(16)) | uint32(word)) if y < uint32(START) else y
 

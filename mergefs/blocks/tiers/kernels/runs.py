@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
-_inline = numba.njit(nogil=True, cache=True, inline="always", boundscheck=False)
+from mergefs.compiled import njit
+
+_jit = njit(nogil=True, boundscheck=False)
+_inline = njit(nogil=True, inline="always", boundscheck=False)
 
 RUN = 64
 

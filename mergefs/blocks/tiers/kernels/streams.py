@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types, uint64
 from numba.extending import intrinsic
 
-_inline = numba.njit(nogil=True, cache=True, inline="always", boundscheck=False)
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+from mergefs.compiled import njit
+
+_inline = njit(nogil=True, inline="always", boundscheck=False)
+_jit = njit(nogil=True, boundscheck=False)
 _intrinsic: Any = intrinsic
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import numba
 from numba import int8, int64, uint64
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+from mergefs.compiled import njit
+
+_jit = njit(nogil=True, boundscheck=False)
 
 SKIP = 127
 """The longest gap that has a byte of its own."""

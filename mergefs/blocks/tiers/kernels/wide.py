@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import binding, ir
 from numba import int16, int32, types, uint32, uint64
@@ -22,8 +21,9 @@ from mergefs.blocks.tiers.kernels.centroids import size
 from mergefs.blocks.tiers.kernels.floats import value
 from mergefs.blocks.tiers.kernels.quantise import LANES, PAGE, add_squares, total
 from mergefs.blocks.tiers.kernels.streams import append, count, deposit, extract, following
+from mergefs.compiled import njit
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+_jit = njit(nogil=True, boundscheck=False)
 _intrinsic: Any = intrinsic
 _config: Any = config
 
