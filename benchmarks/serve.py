@@ -1,7 +1,7 @@
 """How fast a model is served, beside the same model as plain files on the same disk.
 
-    python -m benchmarks.serve --models DIR [--work DIR] [--runs 3] [--only stored,lazy] [--readers sequential,...]
-        [--json]
+    python -m benchmarks.serve --models DIR [--work DIR] [--runs 3] [--exact fast|small|quick] [--only stored,lazy]
+        [--readers sequential,...] [--json]
 
 DIR holds a base and experts (`base`, `expert-0`, ...; tools/synth makes them). The first expert, stored as a delta, and
 a lazy merge of two are mounted, and read in many ways: cold (the page cache is dropped before, and the mount is new)
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import MERGEFS, ROOT, Machine, told
+from mergefs.blocks.exact import CODINGS
 
 WEIGHTS = "model.safetensors"
 PIECE = 1 << 20
@@ -196,12 +197,12 @@ class Row:
 
 
 def measure(
-    models: Path, work: Path, runs: int, wanted: list[str], readers: list[str]
+    models: Path, work: Path, exact: str, runs: int, wanted: list[str], readers: list[str]
 ) -> tuple[list[Row], dict[str, Any]]:
     """Ingest, mount and read; return the rows and what the machine is."""
     machine = Machine(work)
     described = machine.describe()
-    repository = _repository(models, work)
+    repository = _repository(models, work, exact)
     names = {"stored": "expert-0", "lazy": "lazy"}
     rows: list[Row] = []
     for model in wanted:
@@ -263,10 +264,10 @@ def _copying(
     return seconds
 
 
-def _repository(models: Path, work: Path) -> Path:
+def _repository(models: Path, work: Path, exact: str) -> Path:
     repository = work / "repository"
     if not repository.exists():
-        _mergefs("init", str(repository))
+        _mergefs("init", str(repository), "--exact", exact)
         _mergefs("-R", str(repository), "ingest", str(models / "base"), "--as", "base")
         for name in ("expert-0", "expert-1"):
             _mergefs("-R", str(repository), "ingest", str(models / name), "--as", name, "--base", "base")
@@ -313,6 +314,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="a folder with base, expert-0 and expert-1")
     parser.add_argument("--work", type=Path, help="where the repository and the plain files go; kept when given")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--exact", choices=CODINGS, default=CODINGS[0], help="the repository's coding")
     parser.add_argument("--only", default="stored,lazy", help="which models")
     parser.add_argument("--readers", default=",".join([*FILE_READERS, *DIRECT_READERS, "export"]))
     parser.add_argument("--json", action="store_true")
@@ -325,7 +327,8 @@ def main() -> None:
         parser.error("--models is missing: tools/synth qwen3-0.6b 2 DIR makes them")
     with tempfile.TemporaryDirectory(dir=options.work) as temporary:
         work = options.work or Path(temporary)
-        rows, machine = measure(options.models, work, options.runs, options.only.split(","), options.readers.split(","))
+        only, readers = options.only.split(","), options.readers.split(",")
+        rows, machine = measure(options.models, work, options.exact, options.runs, only, readers)
     machine["load_after"] = Machine(Path("/")).describe()["load_before"]
     if options.json:
         shown = [{**asdict(row), "ratio": row.ratio} for row in rows]

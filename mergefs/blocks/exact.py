@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from mergefs.errors import UserError
 
 Exact = Literal["fast", "small", "quick"]
-"""The codings of the exact tier: zstd's decoding speed, an entropy coder with context, or bytes as they are."""
+"""The codings of the exact tier: zstd's decoding speed, an entropy coder with context, or nibbles as they are."""
 
 CODINGS: tuple[Exact, ...] = get_args(Exact)
 
