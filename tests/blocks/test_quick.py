@@ -93,15 +93,16 @@ def test_what_is_written_is_read_and_is_what_the_specification_says(
     np.testing.assert_array_equal(delta, expected)
 
 
-def test_the_smaller_coding_is_taken() -> None:
+def test_nibbles_are_taken_where_they_save_a_quarter() -> None:
     n = 1 << 17
-    for scale, nibbles in ((1e-4, True), (3e-4, True), (0.05, False)):
+    for scale, nibbles in ((1e-5, True), (1e-4, True), (3e-4, False), (0.05, False)):
         base, expert = fine_tune(n, 3, scale)
         chosen = exact_quick.payload(expert, base)
         assert (chosen[0] == 6) is nibbles
-        sizes = [len(exact_quick.in_bytes(expert, base))]
-        sizes += [len(exact_quick.in_nibbles(expert, base, top)) for top in range(100, 130)]
-        assert len(chosen) <= 1.03 * min(sizes)
+        in_bytes = exact_quick.in_bytes(expert, base)
+        smallest = min(len(exact_quick.in_nibbles(expert, base, top)) for top in range(100, 130))
+        assert (smallest < 0.75 * len(in_bytes)) is nibbles
+        assert len(chosen) <= 1.03 * smallest if nibbles else chosen == in_bytes
 
 
 @pytest.mark.parametrize("top", [0, 119, 255])
