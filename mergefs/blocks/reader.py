@@ -150,7 +150,12 @@ class BlockReader:
         """
         locations, payloads = self.read_payloads(block, kind, EXACT)
         record = locations[0].record
-        return self._decoded(record, payloads, self._base(record, kind, known, check=False))
+        base = self._base(record, kind, known, check=False)
+        try:
+            return self._decoded(record, payloads, base)
+        except CorruptionError:
+            self._base(record, kind, known)  # which says so where it is that one that is damaged
+            raise
 
     def check(self, block: bytes, kind: Kind) -> None:
         """Read all that is stored of a block, also what its bytes are not decoded from.
@@ -327,8 +332,8 @@ class BlockReader:
         """Return the bytes of the block that a block is encoded against; None where it is encoded alone.
 
         Args:
-            check: whether they are checked against their id. Who checks the block that is decoded with them can do
-                without: with other bytes it would be another block.
+            check: whether what is read, and the bytes, are checked. Who checks the block that is decoded with them can
+                do without: with other bytes it would be another block.
         """
         if record.base == NO_BASE:
             return None
@@ -339,13 +344,18 @@ class BlockReader:
             raise CorruptionError(
                 f"block {record.base.hex()} is encoded against another block, and so is {record.block.hex()}"
             )
-        locations, payloads = self.read_payloads(record.base, kind)
+        locations, payloads = self.read_payloads(record.base, kind, check=check)
         return self._decoded(locations[0].record, payloads, None, check=check)
 
     def read_payloads(
-        self, block: bytes, kind: Kind, depth: int | None = None
+        self, block: bytes, kind: Kind, depth: int | None = None, *, check: bool = True
     ) -> tuple[tuple[Location, ...], list[Buffer]]:
         """Return where all of a block's tiers lie, and the payloads that are read for a depth (all when None).
+
+        Args:
+            block, kind: see `read`.
+            depth: see above.
+            check: whether the payloads are checked.
 
         Raises:
             CorruptionError: when the block is missing, or a payload is not what was written.
@@ -360,7 +370,7 @@ class BlockReader:
             wanted = locations if depth is None else read_tiers(locations, depth)
             try:
                 for location in wanted[len(payloads) :]:
-                    payloads.append(self._payload(location, kind))
+                    payloads.append(self._payload(location, kind, check=check))
             except FileNotFoundError:
                 # gc may have moved the tier to another pack since we looked; then it has another location.
                 lost = wanted[len(payloads)]
@@ -371,7 +381,7 @@ class BlockReader:
                 continue
             return locations, payloads
 
-    def _payload(self, location: Location, kind: Kind) -> Buffer:
+    def _payload(self, location: Location, kind: Kind, *, check: bool) -> Buffer:
         record = location.record
         payload: Buffer | None = None
         if self._joined is not None:
@@ -379,6 +389,8 @@ class BlockReader:
         if payload is None:
             self.counter.add(kind, record.length)
             payload = self._backend.get(pack_name(location.pack), record.offset, record.length)
+        if not check and len(payload) == record.length:
+            return payload
         found = digest(payload)
         if len(payload) != record.length or found[:CHECK_BYTES] != record.check:
             which = f"tier {record.tier} of block" if record.tiers > 1 else "block"

@@ -8,6 +8,8 @@ import pytest
 from builders import EXPERTS, forget, merged_models, recipe_text, served
 
 from mergefs.blocks.checking import EVERY, Sampler
+from mergefs.blocks.exact import CODINGS, Exact
+from mergefs.blocks.pack import pack_name
 from mergefs.blocks.reader import BlockReader, Kind
 from mergefs.catalog.tables import get_tiers, put_location
 from mergefs.errors import CorruptionError, MergefsError, UserError
@@ -53,6 +55,31 @@ def test_a_wrong_bit_in_any_read_does_not_come_into_a_merge(tmp_path: Path) -> N
         repository.backend = WrongReads(repository.path, -1)
         assert repository.fsck(read_data=True).ok
     assert refused > 3
+
+
+@pytest.mark.parametrize("exact", CODINGS)
+def test_a_base_that_is_damaged_is_named_by_what_is_decoded_from_it(slices: Path, tmp_path: Path, exact: Exact) -> None:
+    """Its own check is left out where that of the expert's block says all, and made up for when that fails."""
+    with Repository.init(tmp_path / "repository", 1 << 18, exact=exact) as repository:
+        repository.ingest(slices / "base", "base")
+        repository.ingest(slices / EXPERTS[0], "x", base="base")
+        tensor = max(repository.manifest(repository.resolve("x")).tensors, key=lambda tensor: tensor.nbytes)
+        block = bytes.fromhex(tensor.blocks[0] or "")
+        reader = BlockReader(repository.catalog, repository.backend)
+        right = bytes(reader.read(block, Kind.EXPERT))
+        with repository.catalog.read() as txn:
+            base = get_tiers(txn, get_tiers(txn, block)[0].record.base)[0]
+        pack = repository.path / pack_name(base.pack)
+        whole = pack.read_bytes()
+        for place in (0, base.record.length // 2, base.record.length - 1):
+            damaged = bytearray(whole)
+            damaged[base.record.offset + place] ^= 4
+            pack.chmod(0o600)
+            pack.write_bytes(damaged)
+            with pytest.raises(CorruptionError, match=f"block {base.record.block.hex()} is damaged"):
+                reader.read(block, Kind.EXPERT)
+        pack.write_bytes(whole)
+        assert bytes(reader.read(block, Kind.EXPERT)) == right
 
 
 @pytest.mark.parametrize("setting", EVERY)
