@@ -8,7 +8,7 @@ import os
 import pwd
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,9 @@ class MountState:
     read: dict[str, int] | None = None
 
 
+_TOLD = frozenset(field.name for field in fields(MountState)) - {"directory", "pid", "user", "state"}
+
+
 def mount_table() -> dict[Path, Mounted]:
     """Return what is mounted where; of several mounts on one folder, the topmost."""
     table = {}
@@ -116,7 +119,7 @@ def _state(point: Path, mounted: Mounted, pid: int) -> MountState:
     def ask() -> None:
         try:
             state: dict[str, Any] = json.loads(os.getxattr(point, STATE))
-            if state["ref"] is not None:
+            if state.get("ref") is not None:
                 state["manifest"] = os.getxattr(point, "user.mergefs.manifest").decode()
             answers.append(state)
         except OSError as error:
@@ -128,7 +131,9 @@ def _state(point: Path, mounted: Mounted, pid: int) -> MountState:
     asking.join(_ANSWER_SECONDS)
     match answers:
         case [dict() as state]:
-            return MountState(point, pid, user, "serving", **state)
+            # A mount of another version may say more, or less.
+            known = {name: value for name, value in state.items() if name in _TOLD}
+            return MountState(point, pid, user, "serving", **known)
         case [OSError(errno=errno.ENOTCONN | errno.ECONNABORTED)]:
             return MountState(point, pid, user, "stale")
         case [OSError(errno=errno.ENODATA | errno.EOPNOTSUPP)]:

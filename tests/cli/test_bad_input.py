@@ -14,6 +14,7 @@ import pytest
 from builders import array, contents, fine_tuned, new_repository, pack, random_model, recipe_text, write_model
 
 import mergefs.cli
+from mergefs.configuration import VERSION
 from mergefs.repository import Repository
 
 
@@ -354,10 +355,10 @@ def test_repositories_that_cannot_be_used(refused: Callable[..., str], tmp_path:
     Repository.init(tmp_path / "newer").close()
     config = json.loads((tmp_path / "newer" / "mergefs.json").read_text())
     del config["check"]
-    (tmp_path / "newer" / "mergefs.json").write_text(json.dumps(config | {"version": 3}))
+    (tmp_path / "newer" / "mergefs.json").write_text(json.dumps(config | {"version": VERSION + 1}))
     before = contents(tmp_path / "newer")
-    assert "version 3" in refused("stats", repo=tmp_path / "newer")
-    assert "version 3" in refused("gc", repo=tmp_path / "newer")
+    assert f"version {VERSION + 1}" in refused("stats", repo=tmp_path / "newer")
+    assert f"version {VERSION + 1}" in refused("gc", repo=tmp_path / "newer")
     assert contents(tmp_path / "newer") == before
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
@@ -365,7 +366,7 @@ def test_repositories_that_cannot_be_used(refused: Callable[..., str], tmp_path:
     (tmp_path / "alien" / "mergefs.json").write_text('{"format": "something else"}')
     for name in ("file", "empty", "alien", "nothing"):
         assert name in refused("stats", repo=tmp_path / name)
-    for number, text in enumerate(("{", "[]", '{"format": "mergefs-repository", "version": 2}')):
+    for number, text in enumerate(("{", "[]", f'{{"format": "mergefs-repository", "version": {VERSION}}}')):
         (tmp_path / "newer" / "mergefs.json").write_text(text)
         assert "mergefs.json" in refused("stats", repo=tmp_path / "newer", code=2 if number == 1 else 1)
 
