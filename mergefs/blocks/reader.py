@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -150,12 +151,7 @@ class BlockReader:
         """
         locations, payloads = self.read_payloads(block, kind, EXACT)
         record = locations[0].record
-        base = self._base(record, kind, known, check=False)
-        try:
-            return self._decoded(record, payloads, base)
-        except CorruptionError:
-            self._base(record, kind, known)  # which says so where it is that one that is damaged
-            raise
+        return self._with_base(record, payloads, kind, known)[0]
 
     def check(self, block: bytes, kind: Kind) -> None:
         """Read all that is stored of a block, also what its bytes are not decoded from.
@@ -164,8 +160,7 @@ class BlockReader:
         """
         locations, payloads = self.read_payloads(block, kind)
         record = locations[0].record
-        base = self._base(record, kind, None, check=False)
-        self._decoded(record, payloads, base)
+        _, base = self._with_base(record, payloads, kind, None)
         if base is not None and len(payloads) > 1:
             self._delta(record, payloads[:-1], base).write(0, np.empty(record.raw_length // 2, np.float32))
 
@@ -215,6 +210,19 @@ class BlockReader:
             rest = exact.astype(np.float64) - delta
             errors.append(float(rest @ rest))
         return Depths(raw, (*errors, 0.0), sampled, base)
+
+    def _with_base(
+        self, record: Record, payloads: list[Buffer], kind: Kind, known: Mapping[bytes, Buffer] | None
+    ) -> tuple[Buffer, Buffer | None]:
+        """Return a block's bytes, which are checked, and those of the block that it is encoded against, which are only
+        where the former are wrong: to say which of both is damaged."""
+        base = self._base(record, kind, known, check=False)
+        try:
+            return self._decoded(record, payloads, base), base
+        except CorruptionError:
+            with suppress(BudgetExceededError):
+                self._base(record, kind, known)
+            raise
 
     def _decoded(self, record: Record, payloads: list[Buffer], base: Buffer | None, *, check: bool = True) -> Buffer:
         name = record.block.hex()

@@ -17,16 +17,15 @@ from mergefs.planner.plan import Numbers, Plan, TensorPlan
 
 PARAMETERS = {**OF_DELTAS, "density": DENSITY, "normalize": OFF, "rescale": ON}
 
+ALL = 1 << 32
+"""The limit that every element's number is below."""
+
 
 def drop(inputs: BlockInputs) -> None:
     """Set the dropped elements of the deltas to zero, in place."""
     for row, found in enumerate(_drops(inputs.plan, inputs.tensor, inputs.numbers, inputs.experts)):
         if found[2] < ALL:
             inputs.loops.drop(inputs.deltas[row], inputs.first, *found)
-
-
-ALL = 1 << 32
-"""The limit that every element's number is below."""
 
 
 def _drops(plan: Plan, tensor: TensorPlan, numbers: Numbers, experts: tuple[int, ...]) -> list[tuple[int, int, int]]:

@@ -214,8 +214,8 @@ class OpenDeltas:
         Raises:
             CorruptionError: when a tier was made for another base; it names the expert, the tensor and the block.
         """
-        for row, expert in enumerate(self._experts):
-            with self._naming(expert):
+        for row in self._together.foreign:
+            with self._naming(self._experts[row]):
                 self._together.check(row)
 
     def _naming(self, expert: int) -> AbstractContextManager[None]:

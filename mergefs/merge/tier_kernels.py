@@ -21,15 +21,20 @@ tiers."""
 
 
 @_jit
-def _read(tiers, base, start, stop, rows, deltas, drops, first, factors):
-    """Write the deltas of a tile, dropped and rescaled, to float32[k, stop - start]."""
+def _read(tiers, base, start, stop, drops, first, factors, rows, room, values):
+    """Return the deltas of a tile, dropped and rescaled, float32[k, stop - start] in `room`, and write the base's
+    elements to `values` (float32[TILE])."""
+    size = stop - start
+    deltas = room[: rows.size * size].reshape(rows.size, size)
     read_deltas(tiers, base, start, stop, rows, deltas)
     for k in range(len(drops)):
         drop(deltas[k], first + start, drops[k, 0], drops[k, 1], drops[k, 2])
     for k in range(factors.size):
         row = deltas[k]
-        for i in range(row.size):
+        for i in range(size):
             row[i] *= factors[k]
+    widen_bf16(base[start:stop], values[:size].view(np.uint32))
+    return deltas
 
 
 @_jit
@@ -40,18 +45,13 @@ def combine_tiers(tiers, base, first, drops, factors, base_scale, coefficients, 
         tiers, base, first, drops, factors, out: see `elect_tiers`.
         base_scale, coefficients: see `kernels.combine`.
     """
-    k = len(tiers)
-    rows = np.arange(k)
-    room = np.empty(k * TILE, np.float32)
+    rows, room = np.arange(len(tiers)), np.empty(len(tiers) * TILE, np.float32)
     values, found = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for start in range(0, base.size, TILE):
         stop = min(start + TILE, base.size)
-        size = stop - start
-        deltas = room[: k * size].reshape(k, size)
-        _read(tiers, base, start, stop, rows, deltas, drops, first, factors)
-        widen_bf16(base[start:stop], values[:size].view(np.uint32))
-        combine(values[:size], base_scale, deltas, coefficients, found[:size])
-        narrow_bf16(found[:size].view(np.uint32), out[start:stop])
+        deltas = _read(tiers, base, start, stop, drops, first, factors, rows, room, values)
+        combine(values[: stop - start], base_scale, deltas, coefficients, found[: stop - start])
+        narrow_bf16(found[: stop - start].view(np.uint32), out[start:stop])
 
 
 @_jit
@@ -67,15 +67,11 @@ def elect_tiers(tiers, base, first, drops, factors, thresholds, weights, normali
         factors: float32[k], which the deltas are multiplied by; float32[0] where they are not.
         thresholds, weights, normalize, scale: see `kernels.elect`.
     """
-    k = len(tiers)
-    rows = np.arange(k)
-    room = np.empty(k * TILE, np.float32)
+    rows, room = np.arange(len(tiers)), np.empty(len(tiers) * TILE, np.float32)
     values, found = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for start in range(0, base.size, TILE):
         stop = min(start + TILE, base.size)
-        size = stop - start
-        deltas = room[: k * size].reshape(k, size)
-        _read(tiers, base, start, stop, rows, deltas, drops, first, factors)
-        widen_bf16(base[start:stop], values[:size].view(np.uint32))
-        elect_singles(values[:size], deltas, thresholds, weights, normalize, scale, found[:size])
-        narrow_bf16(found[:size].view(np.uint32), out[start:stop])
+        deltas = _read(tiers, base, start, stop, drops, first, factors, rows, room, values)
+        merged = found[: stop - start]
+        elect_singles(values[: stop - start], deltas, thresholds, weights, normalize, scale, merged)
+        narrow_bf16(merged.view(np.uint32), out[start:stop])

@@ -13,6 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from mergefs.blocks.tiers.kernels import vectors
+
 _intrinsic: Any = intrinsic
 
 LANES = 8
@@ -23,25 +25,16 @@ _SINGLES, _DOUBLES = (ir.VectorType(t, LANES) for t in (_F32, _F64))
 
 
 def _all(number: float) -> Any:
-    return ir.Constant(_DOUBLES, [number] * LANES)
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    undefined = ir.Constant(_DOUBLES, ir.Undefined)
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    first = builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, undefined, lanes)
+    return vectors.constant(_DOUBLES, number)
 
 
 def _singles(builder: Any, address: Any) -> Any:
-    loaded = builder.load(builder.inttoptr(address, _SINGLES.as_pointer()))
-    loaded.align = 4
-    return builder.fpext(loaded, _DOUBLES)
+    return builder.fpext(vectors.load(builder, address, _SINGLES, 4), _DOUBLES)
 
 
 def _double(builder: Any, address: Any, number: Any) -> Any:
     place = builder.add(address, builder.shl(number, ir.Constant(_I64, 3)))
-    return _splat(builder, builder.load(builder.inttoptr(place, _F64.as_pointer())))
+    return vectors.splat(builder, builder.load(builder.inttoptr(place, _F64.as_pointer())), _DOUBLES)
 
 
 def _magnitude(builder: Any, vector: Any) -> Any:
@@ -90,9 +83,8 @@ def elect_vector(typingctx, base, deltas, stride, count, thresholds, weights, no
         enough = builder.fcmp_ordered(">=", _magnitude(builder, divisor), _all(1e-8))
         divided = builder.fdiv(merged, builder.select(enough, divisor, _all(1.0)))
         merged = builder.select(cgutils.is_true(builder, normalize), divided, merged)
-        found = builder.fadd(_singles(builder, base), builder.fmul(_splat(builder, scale), merged))
-        stored = builder.store(builder.fptrunc(found, _SINGLES), builder.inttoptr(out, _SINGLES.as_pointer()))
-        stored.align = 4
+        found = builder.fadd(_singles(builder, base), builder.fmul(vectors.splat(builder, scale, _DOUBLES), merged))
+        vectors.store(builder, builder.fptrunc(found, _SINGLES), out, 4)
         return ir.Constant(_I64, 0)
 
     address = types.int64

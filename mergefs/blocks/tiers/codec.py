@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numcodecs
@@ -37,8 +38,7 @@ class TieredDelta(Codec):  # type: ignore[misc]
 
     def encode(self, buf: Any) -> bytes:
         """Return the number of tiers (1 byte), the length of each (4 bytes), and the tiers."""
-        payloads = tiers.encode_always(_bytes(buf), self._base(), self.exact).tiers
-        return struct.pack(f"<B{len(payloads)}I", len(payloads), *map(len, payloads)) + b"".join(payloads)
+        return join(tiers.encode_always(_bytes(buf), self._base(), self.exact).tiers)
 
     def decode(self, buf: Any, out: Any = None) -> Any:
         """Return the block's bytes."""
@@ -53,6 +53,11 @@ class TieredDelta(Codec):  # type: ignore[misc]
         if self.base is None:
             raise ValueError("mergefs_tiers needs the base block's bytes")
         return self.base
+
+
+def join(payloads: Sequence[Buffer]) -> bytes:
+    """Return tiers in one buffer, as `TieredDelta.encode` does."""
+    return struct.pack(f"<B{len(payloads)}I", len(payloads), *map(len, payloads)) + b"".join(payloads)
 
 
 def split(buffer: memoryview) -> list[memoryview]:

@@ -137,11 +137,12 @@ class Together:
         Raises:
             CorruptionError: when its tier was made for another base.
         """
-        if row in self._foreign:
+        if row in self.foreign:
             raise _damaged(self._names[row], ValueError(FOREIGN))
 
     @cached_property
-    def _foreign(self) -> list[int]:
+    def foreign(self) -> list[int]:
+        """The places of those whose tier was made for another base; see `check`."""
         return [] if self._tiers is None else self._rows[self._tiers.foreign].tolist()
 
 

@@ -61,7 +61,7 @@ def _limit(top: int) -> int:
 
 
 def _plane_size(n: int) -> int:
-    return -(-n // kernels.RUN) * kernels.LANES
+    return -(-n // kernels.RUN) * (kernels.RUN // 2)
 
 
 def _top(expert: NDArray[np.uint16], base: NDArray[np.uint16]) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mergefs.blocks import tiers
 from mergefs.blocks.exact import CODINGS
-from mergefs.blocks.tiers.codec import TieredDelta, split
+from mergefs.blocks.tiers.codec import TieredDelta, join, split
 from mergefs.blocks.tiers.delta import Together
 from mergefs.blocks.tiers.exact_quick import in_bytes, in_nibbles
 from mergefs.errors import CorruptionError
@@ -68,12 +68,8 @@ def _quick_seeds() -> list[bytes]:
     for number, base in enumerate(bases()[: len(_SIZES)]):
         below, expert = (np.frombuffer(raw, "<u2") for raw in (base, _expert(base, number)))
         for payload in (in_bytes(expert, below), *(in_nibbles(expert, below, top) for top in (0, 118, 122, 255))):
-            found.append(_joined(number, [payload]))
+            found.append(bytes([number]) + join([payload]))
     return found
-
-
-def _joined(number: int, payloads: Sequence[bytes]) -> bytes:
-    return bytes([number]) + struct.pack(f"<B{len(payloads)}I", len(payloads), *map(len, payloads)) + b"".join(payloads)
 
 
 def _decode() -> Run:
@@ -148,7 +144,7 @@ def _mutate(rng: random.Random, data: bytes, kept: Sequence[bytes]) -> bytes:
     else:
         place = rng.randrange(len(payloads))
         payloads[place] = _change(rng, payloads[place])
-    return _joined(number, payloads or [b""])
+    return bytes([number]) + join(payloads or [b""])
 
 
 def _change(rng: random.Random, payload: bytes) -> bytes:

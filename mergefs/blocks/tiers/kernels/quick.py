@@ -1,7 +1,6 @@
 """Differences from the base in units in the last place, of a byte or a nibble for each element.
 
-What is decoded is written for vectors in LLVM's intermediate code, as numba computes small integers in 64 bits: see
-`wide`.
+What is done to many elements at once is in `quick_vectors`.
 """
 
 from __future__ import annotations
@@ -10,22 +9,32 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba import int16, int32, int64, types, uint8, uint16, uint32, uint64
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import int16, int32, int64, uint8, uint16, uint32, uint64
 
 from mergefs.blocks.tiers.kernels.floats import ordered, unordered, value
+from mergefs.blocks.tiers.kernels.quick_vectors import (
+    LANES,
+    below64,
+    bits32,
+    bytes32,
+    clear64,
+    deltas32,
+    lowest,
+    move64,
+    nibbles64,
+    pointer,
+    take64,
+    word16,
+    word32,
+)
 from mergefs.compiled import njit
 
 _jit = njit(nogil=True, boundscheck=False)
 _short = njit(boundscheck=False)
 """For what takes less time than to wait for the interpreter's lock, and so keeps it."""
 _inline = njit(nogil=True, inline="always")
-_intrinsic: Any = intrinsic
 _numba: Any = numba
 
-LANES = 32
 RUN = 64
 """Elements whose low nibbles lie in 32 bytes: of each the one and of the element 32 places on the other."""
 
@@ -39,9 +48,6 @@ BYTES, NIBBLES = 0, 1
 COLUMNS = 11
 EXPECTED, FOUND = [4, 7], [10, 9]
 """Of the table that `deltas` and `bits` read; and which of them are as which others when a whole block was read."""
-
-HIGH_BYTES = np.uint64(0xFF00FF00FF00FF00)
-"""What of four elements a plane of bytes does not hold."""
 
 
 @_inline
@@ -79,20 +85,6 @@ def survey(expert, base, step, counts):
             row[2] += folded > uint16(255)
 
 
-@_inline
-def _note(room, size, start, mask, places, values, count):
-    """Write the place and the value of each element of `room` of which something is in `mask`."""
-    fours = room.view(np.uint64)
-    for four in range((size + 3) // 4):
-        if fours[four] & mask:
-            for i in range(4 * four, min(4 * four + 4, size)):
-                if room[i] & uint16(mask):
-                    places[count] = start + i
-                    values[count] = room[i]
-                    count += 1
-    return count
-
-
 @_jit
 def take_bytes(expert, base, low, places, values):
     """Write the zigzag differences of the ordered bits (uint16[n]), a byte an element.
@@ -106,16 +98,19 @@ def take_bytes(expert, base, low, places, values):
         How many take more.
     """
     count = 0
-    room = np.zeros(TILE, np.uint16)
+    room = np.empty(TILE, np.uint16)
     for start in range(0, base.size, TILE):
-        part = expert[start : start + TILE]
-        below = base[start : start + TILE]
-        found = low[start : start + TILE]
-        for i in range(part.size):
-            folded = _folded(part[i], below[i])
-            room[i] = folded
-            found[i] = uint8(folded)
-        count = _note(room, part.size, start, HIGH_BYTES, places, values, count)
+        stop = min(start + TILE, base.size)
+        # In a loop of its own, so that it compiles to vector instructions.
+        for i in range(start, stop):
+            folded = _folded(expert[i], base[i])
+            room[i - start] = folded
+            low[i] = uint8(folded)
+        for i in range(start, stop):
+            if room[i - start] > uint16(255):
+                places[count] = i
+                values[count] = room[i - start]
+                count += 1
     return count
 
 
@@ -125,234 +120,23 @@ def fits(payload, at, count, n):
     last = int64(-1)
     address = payload.ctypes.data + at
     for i in range(count):
-        place = int64(_word32(address + 4 * i))
+        place = int64(word32(address + 4 * i))
         if place <= last or place >= n:
             return False
         last = place
     return True
 
 
-def _vector(width):
-    return ir.VectorType(ir.IntType(width), LANES)
-
-
-def _load(builder, address, width):
-    loaded = builder.load(builder.inttoptr(address, _vector(width).as_pointer()))
-    loaded.align = width // 8
-    return loaded
-
-
-def _store(builder, vector, address, align):
-    builder.store(vector, builder.inttoptr(address, vector.type.as_pointer())).align = align
-
-
-def _const(width, number):
-    return ir.Constant(_vector(width), [number] * LANES)
-
-
-def _others(builder, folded, base):
-    """`_other` of the elements at these addresses: the base's bits and the expert's, both uint16[LANES]."""
-    sign = _const(16, 0x8000)
-    folded = _load(builder, folded, 16)
-    below = _load(builder, base, 16)
-    # What is done to the bits of a negative number is found by filling a word with its sign.
-    order = builder.xor(below, builder.or_(sign, builder.ashr(below, _const(16, 15))))
-    odd = builder.sub(_const(16, 0), builder.and_(folded, _const(16, 1)))
-    order = builder.add(order, builder.xor(builder.lshr(folded, _const(16, 1)), odd))
-    positive = builder.xor(builder.ashr(order, _const(16, 15)), _const(16, 0xFFFF))
-    return below, builder.xor(order, builder.or_(sign, positive))
-
-
-def _word(bits):
-    def word(typingctx, address):
-        """An unsigned integer at an address, wherever it lies."""
-
-        def generate(context, builder, signature, args):
-            loaded = builder.load(builder.inttoptr(args[0], ir.IntType(bits).as_pointer()))
-            loaded.align = 1
-            return loaded
-
-        return (uint32 if bits == 32 else uint16)(types.int64), generate
-
-    return _intrinsic(word)
-
-
-_word32, _word16 = _word(32), _word(16)
-
-
-def _mask(builder, lanes):
-    """The number whose bits are LANES of 0 or 1."""
-    return builder.zext(builder.bitcast(lanes, ir.IntType(LANES)), ir.IntType(64))
-
-
-def _joined(builder, lower, upper):
-    return builder.or_(lower, builder.shl(upper, ir.Constant(ir.IntType(64), LANES)))
-
-
-def _beside(builder, address):
-    """The address of uint16 that lie LANES of them on."""
-    return builder.add(address, ir.Constant(ir.IntType(64), 2 * LANES))
-
-
-def _folded32(builder, expert, base):
-    """`_folded` of the elements at these addresses."""
-
-    def order(bits):
-        return builder.xor(bits, builder.or_(_const(16, 0x8000), builder.ashr(bits, _const(16, 15))))
-
-    difference = builder.sub(order(_load(builder, expert, 16)), order(_load(builder, base, 16)))
-    return builder.xor(builder.shl(difference, _const(16, 1)), builder.ashr(difference, _const(16, 15)))
-
-
-@_intrinsic
-def _take64(typingctx, expert, base, folded, low):
-    """Write `_folded` of 64 elements at the first two addresses to the third, and what `_nibbles64` undoes to the
-    last; return which of them (a bit each, the lowest one first) take more than a nibble."""
-
-    def generate(context, builder, signature, args):
-        expert, base, out, low = args
-        lower = _folded32(builder, expert, base)
-        upper = _folded32(builder, _beside(builder, expert), _beside(builder, base))
-        _store(builder, lower, out, 2)
-        _store(builder, upper, _beside(builder, out), 2)
-        first, second = (builder.trunc(half, _vector(8)) for half in (lower, upper))
-        both = builder.or_(builder.and_(first, _const(8, 15)), builder.shl(second, _const(8, 4)))
-        _store(builder, both, low, 1)
-        more = [_mask(builder, builder.icmp_unsigned(">", half, _const(16, 15))) for half in (lower, upper)]
-        return _joined(builder, *more)
-
-    return types.uint64(types.int64, types.int64, types.int64, types.int64), generate
-
-
-@_intrinsic
-def _below64(typingctx, base, limit):
-    """Which of the 64 elements at an address (a bit each, the lowest one first) have a magnitude below a limit."""
-
-    def generate(context, builder, signature, args):
-        limit = builder.insert_element(_const(16, 0), builder.trunc(args[1], ir.IntType(16)), ir.IntType(32)(0))
-        limits = builder.shuffle_vector(limit, _const(16, 0), _const(32, 0))
-
-        def below(address):
-            magnitude = builder.and_(_load(builder, address, 16), _const(16, 0x7FFF))
-            return _mask(builder, builder.icmp_signed("<", magnitude, limits))
-
-        return _joined(builder, below(args[0]), below(_beside(builder, args[0])))
-
-    return types.uint64(types.int64, types.int64), generate
-
-
-@_intrinsic
-def _lowest(typingctx, bits):
-    """The place of the lowest bit that is 1; there has to be one."""
-
-    def generate(context, builder, signature, args):
-        return builder.cttz(args[0], ir.IntType(1)(1))
-
-    return types.uint64(types.uint64), generate
-
-
-@_intrinsic
-def _bytes32(typingctx, low, out):
-    """32 bytes at one address to uint16 at another."""
-
-    def generate(context, builder, signature, args):
-        _store(builder, builder.zext(_load(builder, args[0], 8), _vector(16)), args[1], 2)
-        return ir.Constant(ir.IntType(64), 0)
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@_intrinsic
-def _nibbles64(typingctx, low, out):
-    """The nibbles of 32 bytes at one address to 64 uint16 at another: first the lower ones, then the upper ones."""
-
-    def generate(context, builder, signature, args):
-        both = _load(builder, args[0], 8)
-        lower = builder.zext(builder.and_(both, _const(8, 15)), _vector(16))
-        upper = builder.zext(builder.lshr(both, _const(8, 4)), _vector(16))
-        _store(builder, lower, args[1], 2)
-        _store(builder, upper, builder.add(args[1], ir.Constant(ir.IntType(64), 2 * LANES)), 2)
-        return ir.Constant(ir.IntType(64), 0)
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@_intrinsic
-def _move64(typingctx, found, out):
-    """64 uint16 from one address to another."""
-
-    def generate(context, builder, signature, args):
-        other = [builder.add(at, ir.Constant(ir.IntType(64), 2 * LANES)) for at in args]
-        lower, upper = _load(builder, args[0], 16), _load(builder, other[0], 16)
-        _store(builder, lower, args[1], 2)
-        _store(builder, upper, other[1], 2)
-        return ir.Constant(ir.IntType(64), 0)
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@_intrinsic
-def _clear64(typingctx, out):
-    """64 uint16 of 0 to an address."""
-
-    def generate(context, builder, signature, args):
-        _store(builder, _const(16, 0), args[0], 2)
-        _store(builder, _const(16, 0), builder.add(args[0], ir.Constant(ir.IntType(64), 2 * LANES)), 2)
-        return ir.Constant(ir.IntType(64), 0)
-
-    return types.int64(types.int64), generate
-
-
-@_intrinsic
-def _bits32(typingctx, folded, base, out):
-    """`bits` of the elements at these addresses."""
-
-    def generate(context, builder, signature, args):
-        _, found = _others(builder, args[0], args[1])
-        _store(builder, found, args[2], 2)
-        return ir.Constant(ir.IntType(64), 0)
-
-    return types.int64(types.int64, types.int64, types.int64), generate
-
-
-@_intrinsic
-def _deltas32(typingctx, folded, base, out):
-    """`deltas` of the elements at these addresses."""
-
-    def generate(context, builder, signature, args):
-        floats = ir.VectorType(ir.FloatType(), LANES)
-
-        def value(bits):
-            wide = builder.shl(builder.zext(bits, _vector(32)), _const(32, 16))
-            return builder.bitcast(wide, floats)
-
-        below, found = _others(builder, args[0], args[1])
-        _store(builder, builder.fsub(value(found), value(below)), args[2], 4)
-        return ir.Constant(ir.IntType(64), 0)
-
-    return types.int64(types.int64, types.int64, types.int64), generate
-
-
-@_intrinsic
-def _pointer(typingctx, address):
-    """An address (uint64) as one."""
-
-    def generate(context, builder, signature, args):
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.uint64), generate
-
-
 @_inline
 def _array(address, size, dtype):
-    return _numba.carray(_pointer(uint64(address)), (size,), dtype)
+    return _numba.carray(pointer(uint64(address)), (size,), dtype)
 
 
 @_inline
 def _below_run(base, start, limit):
-    """`_below64` of the run that begins at `start`, which may be cut."""
+    """`below64` of the run that begins at `start`, which may be cut."""
     if start + RUN <= base.size:
-        return _below64(base.ctypes.data + 2 * start, limit)
+        return below64(base.ctypes.data + 2 * start, limit)
     found = uint64(0)
     for i in range(start, base.size):
         if int64(base[i] & uint16(0x7FFF)) < limit:
@@ -385,10 +169,10 @@ def take_nibbles(expert, base, limit, low, second, places, values):
             last[0, : base.size - start] = expert[start:]
             last[1, : base.size - start] = base[start:]
             at_expert, at_base = last.ctypes.data, last.ctypes.data + 2 * RUN
-        beyond = _take64(at_expert, at_base, at_folded, low.ctypes.data + start // 2)
+        beyond = take64(at_expert, at_base, at_folded, low.ctypes.data + start // 2)
         below = _below_run(base, start, limit)
         while below:
-            i = _lowest(below)
+            i = lowest(below)
             below &= below - one
             nibble = uint8((folded[i] >> uint16(4)) & uint16(15))
             if wide & one:
@@ -399,7 +183,7 @@ def take_nibbles(expert, base, limit, low, second, places, values):
             if folded[i] <= uint16(255):
                 beyond &= ~(one << i)
         while beyond:
-            i = _lowest(beyond)
+            i = lowest(beyond)
             beyond &= beyond - one
             places[more] = uint32(start) + uint32(i)
             values[more] = folded[i]
@@ -419,7 +203,7 @@ def _find_below(base, start, stop, limit, below):
     for run in range(start, stop, RUN):
         found = _below_run(base, run, limit)
         while found:
-            below[count] = uint16(run - start) + uint16(_lowest(found))
+            below[count] = uint16(run - start) + uint16(lowest(found))
             found &= found - one
             count += one
     return count
@@ -450,11 +234,11 @@ def _first_plane(tier, start, stop, folded):
     at_folded = folded.ctypes.data
     if tier[0] == NIBBLES:
         for i in range(start, stop, RUN):
-            _nibbles64(tier[1] + i // 2, at_folded + 2 * (i - start))
+            nibbles64(tier[1] + i // 2, at_folded + 2 * (i - start))
         return
     whole = (stop - start) // LANES * LANES
     for i in range(0, whole, LANES):
-        _bytes32(tier[1] + start + i, at_folded + 2 * i)
+        bytes32(tier[1] + start + i, at_folded + 2 * i)
     low = _array(tier[1], stop, np.uint8)
     for i in range(start + whole, stop):
         folded[i - start] = low[i]
@@ -472,7 +256,7 @@ def _replace(tier, begin, end, folded, runs, first):
     at = tier[9]
     run = first
     while at < tier[7]:
-        place = int64(_word32(tier[5] + 4 * at))
+        place = int64(word32(tier[5] + 4 * at))
         if place >= end:
             break
         to = place - begin
@@ -481,7 +265,7 @@ def _replace(tier, begin, end, folded, runs, first):
                 run += 1
             to = RUN * (run - first) + place % RUN
         if tier[0] == NIBBLES:
-            folded[uint64(to)] = _word16(tier[6] + 2 * at)
+            folded[uint64(to)] = word16(tier[6] + 2 * at)
         else:
             high = _array(tier[6], tier[7], np.uint8)
             folded[uint64(to)] |= uint16(uint16(high[uint64(at)]) << uint16(8))
@@ -520,9 +304,9 @@ def _fold(tier, start, stop, below, folded):
     for run in range(last - 1, first - 1, -1):
         to = at_folded + 2 * RUN * (run - first)
         if runs[run + 1] > runs[run]:
-            _move64(at_folded + 2 * (RUN * int64(runs[run]) - begin), to)
+            move64(at_folded + 2 * (RUN * int64(runs[run]) - begin), to)
         else:
-            _clear64(to)
+            clear64(to)
     for place in below:
         run = uint64(first) + (uint64(place) >> uint64(6))
         if runs[run + uint64(1)] > runs[run]:
@@ -550,7 +334,7 @@ def bits(tier, base, out):
         whole = (stop - start) // LANES * LANES
         at_folded, at_base, at_out = folded.ctypes.data, base.ctypes.data + 2 * start, out.ctypes.data + 2 * start
         for i in range(0, whole, LANES):
-            _bits32(at_folded + 2 * i, at_base + 2 * i, at_out + 2 * i)
+            bits32(at_folded + 2 * i, at_base + 2 * i, at_out + 2 * i)
         for i in range(start + whole, stop):
             out[i] = _other(int32(folded[i - start]), base[i])
 
@@ -600,7 +384,7 @@ def deltas(tiers, base, first, stop, rows, out):
             row = out[rows[k], start - first : end - first]
             at_out = row.ctypes.data
             for i in range(0, whole, LANES):
-                _deltas32(at_folded + 2 * i, at_base + 2 * i, at_out + 4 * i)
+                deltas32(at_folded + 2 * i, at_base + 2 * i, at_out + 4 * i)
             for i in range(whole, end - start):
                 found = _other(int32(folded[i]), base[start + i])
                 row[i] = np.float32(value(found) - value(base[start + i]))

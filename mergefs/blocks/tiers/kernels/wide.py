@@ -1,9 +1,8 @@
 """The loops over coarse tiers, for vectors in LLVM's intermediate code and for 64 elements as the bits of a word.
 
 Predictions are written so because numba computes small integers in 64 bits, which halves what fits in a vector. Some
-instructions of x86 speed things up where they are: see `DEPOSITS`, `PERMUTES` and `LOOKS_UP`. All of the intermediate
-code but an instruction of `streams` is in this module. Addresses and lengths come from the arrays, so nothing outside
-them is touched.
+instructions of x86 speed things up where they are: see `DEPOSITS`, `PERMUTES` and `LOOKS_UP`. Addresses and lengths
+come from the arrays, so nothing outside them is touched.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from numba import int16, int32, types, uint32, uint64
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
-from mergefs.blocks.tiers.kernels import plain, rests, symbols
+from mergefs.blocks.tiers.kernels import plain, rests, symbols, vectors
 from mergefs.blocks.tiers.kernels.centroids import size
 from mergefs.blocks.tiers.kernels.floats import value
 from mergefs.blocks.tiers.kernels.quantise import LANES, PAGE, add_squares, total
@@ -49,23 +48,6 @@ _I1, _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 _F32 = ir.FloatType()
 
 
-def _splat(builder, scalar, vector):
-    undefined = ir.Constant(vector, ir.Undefined)
-    lanes = ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
-    return builder.shuffle_vector(builder.insert_element(undefined, scalar, ir.Constant(_I32, 0)), undefined, lanes)
-
-
-def _load(builder, address, vector, align):
-    loaded = builder.load(builder.inttoptr(address, vector.as_pointer()))
-    loaded.align = align
-    return loaded
-
-
-def _store(builder, vector, address, align):
-    stored = builder.store(vector, builder.inttoptr(address, vector.type.as_pointer()))
-    stored.align = align
-
-
 @_intrinsic
 def _delta32(typingctx, q, base, sizes, first, out):
     """`delta` for 32 elements at these addresses; sizes, first: see `_rows`."""
@@ -80,21 +62,21 @@ def _delta32(typingctx, q, base, sizes, first, out):
             function = ir.FunctionType(i16, [i16] * len(operands))
             return builder.call(cgutils.get_or_insert_function(builder.module, function, name), operands)
 
-        q = builder.sext(_load(builder, args[0], ir.VectorType(_I8, 32), 1), i16)
+        q = builder.sext(vectors.load(builder, args[0], ir.VectorType(_I8, 32), 1), i16)
         negative = builder.icmp_signed("<", q, const(0))
         magnitude = builder.select(negative, builder.sub(const(0), q), q)
-        exponents = builder.and_(_load(builder, args[1], i16, 2), const(0x7F80))
-        row = call("llvm.usub.sat.v32i16", exponents, _splat(builder, args[3], i16))
+        exponents = builder.and_(vectors.load(builder, args[1], i16, 2), const(0x7F80))
+        row = call("llvm.usub.sat.v32i16", exponents, vectors.splat(builder, args[3], i16))
         row = call("llvm.umin.v32i16", row, const(7 << 7))
         index = builder.or_(builder.lshr(row, const(4)), magnitude)
-        low, high = (_load(builder, builder.add(args[2], ir.Constant(_I64, at)), i16, 2) for at in (0, 64))
+        low, high = (vectors.load(builder, builder.add(args[2], ir.Constant(_I64, at)), i16, 2) for at in (0, 64))
         found = call("llvm.x86.avx512.vpermi2var.hi.512", low, index, high)
         ulps = builder.sub(call("llvm.umax.v32i16", exponents, const(8 << 7)), const(7 << 7))
         found = call("llvm.umax.v32i16", found, ulps)
         found = builder.or_(found, builder.and_(q, const(0x8000)))
         found = builder.select(builder.icmp_signed("==", q, const(0)), const(0), found)
         found = builder.shl(builder.zext(found, i32), ir.Constant(i32, [16] * 32))
-        _store(builder, found, args[4], 4)
+        vectors.store(builder, found, args[4], 4)
         return ir.Constant(_I64, 0)
 
     return types.int64(types.int64, types.int64, types.int64, types.uint16, types.int64), generate
@@ -108,11 +90,11 @@ def _centroids(builder, magnitude, low, high, unit):
         return ir.Constant(i32, [number] * 16)
 
     below4 = builder.icmp_signed("<", magnitude, const(4))
-    half = builder.select(below4, _splat(builder, low, i32), _splat(builder, high, i32))
+    half = builder.select(below4, vectors.splat(builder, low, i32), vectors.splat(builder, high, i32))
     shift = builder.shl(builder.and_(magnitude, const(3)), const(3))
     code = builder.and_(builder.lshr(half, shift), const(255))
     f32 = ir.VectorType(_F32, 16)
-    return builder.fmul(builder.sitofp(code, f32), _splat(builder, unit, f32))
+    return builder.fmul(builder.sitofp(code, f32), vectors.splat(builder, unit, f32))
 
 
 def _looked_up(builder, magnitude, low, high, unit):
@@ -124,9 +106,9 @@ def _looked_up(builder, magnitude, low, high, unit):
         return builder.shuffle_vector(one, other, mask)
 
     shifts = ir.Constant(i8, [0, 8, 16, 24] * 2)
-    halves = shuffled(_splat(builder, low, i8), _splat(builder, high, i8), [0, 1, 2, 3, 12, 13, 14, 15])
+    halves = shuffled(vectors.splat(builder, low, i8), vectors.splat(builder, high, i8), [0, 1, 2, 3, 12, 13, 14, 15])
     codes = builder.and_(builder.lshr(halves, shifts), ir.Constant(i8, [255] * 8))
-    table = builder.fmul(builder.sitofp(codes, f8), _splat(builder, unit, f8))
+    table = builder.fmul(builder.sitofp(codes, f8), vectors.splat(builder, unit, f8))
     function = ir.FunctionType(f8, [f8, i8])
     permute = cgutils.get_or_insert_function(builder.module, function, "llvm.x86.avx2.permps")
     one, other = (
@@ -147,8 +129,8 @@ def _predict16(typingctx, q, base, low, high, unit, out):
         def const(number):
             return ir.Constant(i32, [number] * 16)
 
-        q = builder.sext(_load(builder, args[0], ir.VectorType(_I8, 16), 1), i32)
-        base = builder.shl(builder.zext(_load(builder, args[1], i16, 2), i32), const(16))
+        q = builder.sext(vectors.load(builder, args[0], ir.VectorType(_I8, 16), 1), i32)
+        base = builder.shl(builder.zext(vectors.load(builder, args[1], i16, 2), i32), const(16))
         negative = builder.icmp_signed("<", q, const(0))
         magnitude = builder.select(negative, builder.sub(const(0), q), q)
         centroids = _looked_up if LOOKS_UP else _centroids
@@ -167,7 +149,7 @@ def _predict16(typingctx, q, base, low, high, unit, out):
         zero = builder.icmp_signed("==", q, const(0))
         bits = builder.trunc(builder.lshr(builder.select(zero, base, rounded), const(16)), i16)
         sign = builder.ashr(bits, ir.Constant(i16, [15] * 16))
-        _store(builder, builder.xor(bits, builder.or_(sign, ir.Constant(i16, [0x8000] * 16))), args[5], 2)
+        vectors.store(builder, builder.xor(bits, builder.or_(sign, ir.Constant(i16, [0x8000] * 16))), args[5], 2)
         return ir.Constant(_I64, 0)
 
     return types.int64(types.int64, types.int64, types.uint32, types.uint32, types.float32, types.int64), generate
@@ -185,7 +167,7 @@ def _zeros64(typingctx, q):
     """A bit for each of 64 elements: whether q at this address is 0."""
 
     def generate(context, builder, signature, args):
-        found = builder.icmp_signed("==", _load(builder, args[0], _Bytes.i8, 1), _Bytes.none)
+        found = builder.icmp_signed("==", vectors.load(builder, args[0], _Bytes.i8, 1), _Bytes.none)
         return builder.bitcast(found, _I64)
 
     return types.uint64(types.int64), generate
@@ -196,7 +178,7 @@ def _negatives64(typingctx, q):
     """The same: whether it is negative."""
 
     def generate(context, builder, signature, args):
-        found = builder.icmp_signed("<", _load(builder, args[0], _Bytes.i8, 1), _Bytes.none)
+        found = builder.icmp_signed("<", vectors.load(builder, args[0], _Bytes.i8, 1), _Bytes.none)
         return builder.bitcast(found, _I64)
 
     return types.uint64(types.int64), generate
@@ -207,7 +189,7 @@ def _odd64(typingctx, q):
     """The same: whether it is odd."""
 
     def generate(context, builder, signature, args):
-        odd = builder.and_(_load(builder, args[0], _Bytes.i8, 1), _Bytes.one)
+        odd = builder.and_(vectors.load(builder, args[0], _Bytes.i8, 1), _Bytes.one)
         return builder.bitcast(builder.icmp_signed("!=", odd, _Bytes.none), _I64)
 
     return types.uint64(types.int64), generate
@@ -218,8 +200,8 @@ def _active64(typingctx, base, bound):
     """The same: whether the exponent's bits of the base at this address are below `bound`."""
 
     def generate(context, builder, signature, args):
-        exponents = builder.and_(_load(builder, args[0], _Bytes.i16, 2), ir.Constant(_Bytes.i16, [0x7F80] * 64))
-        found = builder.icmp_signed("<", exponents, _splat(builder, args[1], _Bytes.i16))
+        exponents = builder.and_(vectors.load(builder, args[0], _Bytes.i16, 2), ir.Constant(_Bytes.i16, [0x7F80] * 64))
+        found = builder.icmp_signed("<", exponents, vectors.splat(builder, args[1], _Bytes.i16))
         return builder.bitcast(found, _I64)
 
     return types.uint64(types.int64, types.int16), generate
@@ -230,12 +212,12 @@ def _move64(typingctx, q, up, down):
     """Double 64 elements of q, and add 1 to those with a bit in `up`, -1 to those with one in `down`."""
 
     def generate(context, builder, signature, args):
-        found = _load(builder, args[0], _Bytes.i8, 1)
+        found = vectors.load(builder, args[0], _Bytes.i8, 1)
         found = builder.add(found, found)
         up, down = (builder.bitcast(bits, _Bytes.i1) for bits in args[1:])
         found = builder.select(up, builder.add(found, _Bytes.one), found)
         found = builder.select(down, builder.sub(found, _Bytes.one), found)
-        _store(builder, found, args[0], 1)
+        vectors.store(builder, found, args[0], 1)
         return ir.Constant(_I64, 0)
 
     return types.int64(types.int64, types.uint64, types.uint64), generate
